@@ -1,0 +1,135 @@
+"""From a config entry to typed settings and plugin modules, by import path.
+
+There is no registry: `algorithm.name='grpo'` is the module
+`rl_jax.algorithms.grpo`, and a dotted name is imported as it stands. Every
+section of a config becomes a frozen dataclass, so that a key that nobody
+reads cannot exist: unknown, misplaced and retired keys are errors with a
+suggestion, raised before anything compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+T = TypeVar('T')
+
+# Keys that used to exist: 'section.key' -> what to write instead.
+RETIRED: dict[str, str] = {}
+
+
+def plugin(folder: str, name: str) -> ModuleType:
+  """The module `rl_jax.<folder>.<name>`, or `name` itself if it has a dot.
+
+  Raises:
+    ValueError: no such module; the message lists those that exist.
+  """
+  path = name if '.' in name else f'rl_jax.{folder}.{name}'
+  try:
+    return importlib.import_module(path)
+  except ModuleNotFoundError as e:
+    if e.name is None or not (path == e.name or path.startswith(e.name + '.')):
+      raise  # the plugin exists, something that it imports does not
+    legal = available(folder)
+    close = difflib.get_close_matches(name, legal, n=1)
+    hint = f' Did you mean {close[0]!r}?' if close else ''
+    raise ValueError(
+      f'{folder}: there is no {name!r}.{hint} Legal: {", ".join(legal)}, or '
+      "a dotted import path of your own such as 'my_paper.mine'."
+    ) from e
+
+
+def available(folder: str) -> list[str]:
+  """Names of the plugins of a folder: its modules that have a `Config`."""
+  package = importlib.import_module(f'rl_jax.{folder}')
+  names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+  return [n for n in names if n in package.PLUGINS]
+
+
+def settings(
+  cls: type[T],
+  section: Mapping[str, Any],
+  where: str,
+  elsewhere: Mapping[str, Any] | None = None,
+) -> T:
+  """Builds the dataclass `cls` from a config section, strictly.
+
+  Args:
+    cls: a dataclass; fields without default are required.
+    section: the section's keys and values; `name` of a plugin is left out.
+    where: the section's name, for messages, as 'algorithm'.
+    elsewhere: the whole config, searched for where a stray key belongs.
+
+  Raises:
+    ValueError: unknown, retired or missing key, or value of a wrong type.
+  """
+  fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+  values = {}
+  for key, value in section.items():
+    if key == 'name' and 'name' not in fields:
+      continue
+    if f'{where}.{key}' in RETIRED:
+      raise ValueError(
+        f'{where}.{key} is retired: use {RETIRED[f"{where}.{key}"]}.'
+      )
+    if key not in fields:
+      raise ValueError(unknown_key(key, where, list(fields), elsewhere))
+    values[key] = _checked(value, fields[key], f'{where}.{key}')
+  missing = [
+    n
+    for n, f in fields.items()
+    if n not in values
+    and f.default is dataclasses.MISSING
+    and f.default_factory is dataclasses.MISSING
+  ]
+  if missing:
+    raise ValueError(
+      f'{where}: missing {", ".join(missing)}; set it in the config file or '
+      f'with --config.{where}.{missing[0]}=.'
+    )
+  return cls(**values)
+
+
+def unknown_key(
+  key: str,
+  where: str,
+  legal: list[str],
+  elsewhere: Mapping[str, Any] | None = None,
+) -> str:
+  """The message for a key that `where` does not have."""
+  prefix = f'{where}.' if where else ''
+  message = f'{prefix}{key} is not a key. '
+  homes = [
+    f'{name}.{key}'
+    for name, section in (elsewhere or {}).items()
+    if name != where and isinstance(section, Mapping) and key in section
+  ]
+  close = difflib.get_close_matches(key, legal, n=1)
+  if homes:
+    message += f'Did you mean {homes[0]}? '
+  elif close:
+    message += f'Did you mean {prefix}{close[0]}? '
+  return message + f'Legal: {", ".join(sorted(legal))}.'
+
+
+def _checked(value: Any, field: dataclasses.Field, where: str) -> Any:
+  """`value` in the type of the field's default, or a ValueError."""
+  if hasattr(value, 'to_dict'):
+    value = value.to_dict()
+  if field.default is dataclasses.MISSING:
+    return value
+  kind = type(field.default)
+  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if kind is tuple and isinstance(value, list):
+    return tuple(value)
+  if type(value) is not kind:
+    raise ValueError(
+      f'{where}={value!r}: must be {kind.__name__}, as {field.default!r}.'
+    )
+  return value

@@ -1,0 +1,174 @@
+"""The records that cross stages; nothing else does.
+
+`Prompt -> Rollout -> Group -> TrainBatch -> (params, policy_version)`.
+
+Knows no JAX: arrays here live on the host. Every per-token array is indexed
+by the token that it scores: `behavior_logprobs[t]` belongs to `tokens[t]`.
+Masks come from lengths, never from comparing ids with a pad or stop id.
+
+Letters in shapes: B rows, T tokens, G rollouts of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+FinishReason = Literal['stop', 'length']
+Status = Literal['pass', 'fail', 'timeout', 'error', 'refused']
+STATUSES: tuple[Status, ...] = ('pass', 'fail', 'timeout', 'error', 'refused')
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """One draw from the prompt stream.
+
+  Example:
+    Prompt(prompt_id=7, row='arithmetic/123', text='1+2=',
+           tokens=np.array([3, 12, 4, 13]), answer='3')
+  """
+
+  prompt_id: int  # number of the draw: unique in a run, seeds the sampler
+  row: str  # 'source/row number': which row of which source was drawn
+  text: str  # as rendered by the chat template, before tokenisation
+  tokens: np.ndarray  # [T] int32
+  answer: Any  # what the verifier is given; JSON-serialisable
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+  """How completions are drawn; every field is honoured by the engine.
+
+  `temperature=0` is greedy. The distribution is softmax(logits / temperature)
+  cut to the top_k most likely tokens, then to the smallest set of mass
+  >= top_p, then to tokens of at least min_p times the likeliest one.
+  """
+
+  max_tokens: int  # completion tokens, the stop token included
+  temperature: float = 1.0
+  top_k: int = 0  # 0: all
+  top_p: float = 1.0  # 1: all
+  min_p: float = 0.0  # 0: all
+  stop_ids: tuple[int, ...] = ()  # any of them ends the completion
+
+  def __post_init__(self):
+    checks = {
+      'max_tokens': (self.max_tokens >= 1, '>= 1'),
+      'temperature': (self.temperature >= 0, '>= 0 (0 is greedy)'),
+      'top_k': (self.top_k >= 0, '>= 0 (0 keeps all tokens)'),
+      'top_p': (0 < self.top_p <= 1, 'in (0, 1]'),
+      'min_p': (0 <= self.min_p < 1, 'in [0, 1)'),
+      'stop_ids': (all(i >= 0 for i in self.stop_ids), 'token ids >= 0'),
+    }
+    for name, (ok, legal) in checks.items():
+      if not ok:
+        raise ValueError(
+          f'sampling.{name}={getattr(self, name)!r}: must be {legal}.'
+        )
+
+  @property
+  def truncated(self) -> bool:
+    return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """What a verifier says of one completion: a status, never a bare float.
+
+  `error` is trouble of the infrastructure, not of the completion: it leaves
+  the group's statistics and the loss. A `timeout` counts as a wrong answer
+  only if the completion itself used up its time.
+
+  Example: Verdict(status='pass', score=1.0, reason='exact: 3')
+  """
+
+  status: Status
+  score: float  # in [0, 1]
+  reason: str
+
+  def __post_init__(self):
+    if self.status not in STATUSES:
+      raise ValueError(f'{self.status=}: must be one of {STATUSES}.')
+    if not 0.0 <= self.score <= 1.0:  # also refuses nan
+      raise ValueError(f'{self.score=}: must be a number in [0, 1].')
+
+  @property
+  def scored(self) -> bool:
+    """Whether the score says something about the completion."""
+    return self.status in ('pass', 'fail', 'timeout')
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+  """One attempt at a prompt: the prompt's tokens, then what was sampled.
+
+  Example (prompt of 2 tokens, completion of 3):
+    tokens            = [5, 6, 7, 8, 2]
+    loss_mask         = [0, 0, 1, 1, 1]
+    behavior_logprobs = [0, 0, -.1, -.7, -.2]
+    kept_logmass      = [0, 0, 0, 0, 0]
+    policy_versions   = [-1, -1, 4, 4, 4]
+  """
+
+  sample_index: int  # 0 .. G-1 within the group
+  tokens: np.ndarray  # [T] int32
+  loss_mask: np.ndarray  # [T] float32, 1 where the policy chose the token
+  behavior_logprobs: np.ndarray  # [T] float32, under the sampled distribution
+  kept_logmass: np.ndarray  # [T] float32, log mass kept by top-k/p, min-p
+  policy_versions: np.ndarray  # [T] int32, -1 where the policy chose nothing
+  finish_reason: FinishReason
+  text: str  # the completion, decoded, without its stop token
+  verdict: Verdict
+
+  @property
+  def num_completion_tokens(self) -> int:
+    return int(self.loss_mask.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The G rollouts of one prompt, in the order of `sample_index`."""
+
+  prompt: Prompt
+  rollouts: Sequence[Rollout]
+
+  @property
+  def oldest_version(self) -> int:
+    """Policy version of the oldest token that the policy chose."""
+    return min(
+      int(r.policy_versions[r.policy_versions >= 0].min())
+      for r in self.rollouts
+    )
+
+  @property
+  def num_completion_tokens(self) -> int:
+    return sum(r.num_completion_tokens for r in self.rollouts)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainBatch:
+  """Packed rows; several sequences share a row, told apart by segment id.
+
+  `loss_weights` already holds the aggregation's normaliser, computed from
+  global counts, so that a sum over tokens, micro-batches and devices of
+  `loss_weights * token_loss` is the loss.
+
+  Example (one row of 6: a sequence of 3 tokens, one of 2, a pad):
+    tokens       = [[5, 6, 7, 8, 9, 0]]
+    segment_ids  = [[1, 1, 1, 2, 2, 0]]
+    positions    = [[0, 1, 2, 0, 1, 0]]
+    loss_mask    = [[0, 1, 1, 0, 1, 0]]
+    loss_weights = [[0, 1/3, 1/3, 0, 1/3, 0]]   (token mean)
+  """
+
+  tokens: np.ndarray  # [B, T] int32
+  segment_ids: np.ndarray  # [B, T] int32, 0 on padding
+  positions: np.ndarray  # [B, T] int32, from 0 in each sequence
+  loss_mask: np.ndarray  # [B, T] float32
+  loss_weights: np.ndarray  # [B, T] float32
+  advantages: np.ndarray  # [B, T] float32
+  behavior_logprobs: np.ndarray  # [B, T] float32
+  kept_logmass: np.ndarray  # [B, T] float32

@@ -1,0 +1,40 @@
+"""Packaging. Tool settings live in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+  name='rl_jax',
+  version='0.1.0',
+  description='RL of language models against verifiable rewards, in JAX.',
+  long_description=open('README.md', encoding='utf-8').read(),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  python_requires='>=3.11',
+  packages=find_packages(include=['rl_jax', 'rl_jax.*']),
+  package_data={'rl_jax': ['py.typed']},
+  install_requires=[
+    'absl-py',
+    'flax>=0.12.8',
+    'gguf>=0.19',
+    'grain>=0.2.18',
+    'huggingface_hub>=1.0',
+    'jax>=0.10.2',
+    'jinja2>=3.1',
+    'ml-collections>=1.1',
+    'numpy>=2.0',
+    'optax>=0.2.8',
+    'orbax-checkpoint>=0.12.8',
+    'safetensors>=0.6',
+    'tensorboard>=2.20',
+    'tokenizers>=0.22',
+  ],
+  extras_require={
+    'reasoning_gym': ['reasoning-gym==0.1.25'],
+    'test': [
+      'hypothesis>=6.100',
+      'pytest>=9.0',
+      'reasoning-gym==0.1.25',
+    ],
+    'lint': ['pyright==1.1.414', 'ruff==0.17.6'],
+  },
+)
