@@ -48,7 +48,11 @@ def available(folder: str) -> list[str]:
   """Names of the plugins of a folder: its modules that have a `Config`."""
   package = importlib.import_module(f'rl_jax.{folder}')
   names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
-  return [n for n in names if n in package.PLUGINS]
+  return [
+    n
+    for n in names
+    if hasattr(importlib.import_module(f'rl_jax.{folder}.{n}'), 'Config')
+  ]
 
 
 def settings(

@@ -1,0 +1,26 @@
+"""Prompts: where rows come from, and how they become tokens.
+
+A source is a module of this folder (or any import path) with
+
+  @dataclasses.dataclass(frozen=True)
+  class Config: ...            # its keys, in an entry of `config.prompts.train`
+
+  def rows(config: Config) -> Sequence[Row]:
+    '''Random access and a length; row i is always the same row.'''
+
+`stream.py` shuffles, mixes and tokenises sources into a resumable stream of
+`types.Prompt`; `tokenizer.py` holds tokenisers and chat templates.
+
+A minimal plugin, `my_paper/echo.py`, used by `prompts.train = (dict(name=
+'my_paper.echo', num_rows=10),)`:
+
+  import dataclasses
+  from rl_jax.prompts.base import Row
+
+  @dataclasses.dataclass(frozen=True)
+  class Config:
+    num_rows: int = 100
+
+  def rows(config):
+    return [Row(f'Say {i}', str(i)) for i in range(config.num_rows)]
+"""
