@@ -1,0 +1,107 @@
+"""Grouped-query attention: projections here, the attending itself passed in.
+
+`attend(q, k, v, cache) -> (out, cache)` is the seam between training and
+generation: the learner attends within packed segments (below), the generator
+against its pages. Everything else of a block is the same code.
+
+Letters: B rows, T and S tokens, N query heads, K kv heads, G = N / K,
+H head dim, D model, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rl_jax.models import layers
+
+# (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache) -> (out [B,T,N,H], cache)
+Attend = Callable[
+  [jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
+]
+
+
+class Attention(nnx.Module):
+  """Projections, optional biases (Qwen 2) and q/k norm (Qwen 3), RoPE."""
+
+  def __init__(self, rngs: nnx.Rngs, config: Any):
+    L, D, H = config.num_layers, config.d_model, config.head_dim
+    N, K = config.num_heads, config.num_kv_heads
+    self.eps = config.norm_eps
+
+    def projection(num_heads: int, axis: str) -> nnx.Param:
+      named = ('layers', 'embed', axis, 'head_dim')
+      return layers.param(rngs, (L, D, num_heads, H), named, fan_in=D)
+
+    self.q = projection(N, 'heads')
+    self.k = projection(K, 'kv_heads')
+    self.v = projection(K, 'kv_heads')
+    self.out = layers.param(
+      rngs,
+      (L, N, H, D),
+      ('layers', 'heads', 'head_dim', 'embed'),
+      fan_in=N * H,
+    )
+    if config.attention_bias:
+      named = ('layers', 'kv_heads', 'head_dim')
+      self.q_bias = layers.param(
+        rngs, (L, N, H), ('layers', 'heads', 'head_dim')
+      )
+      self.k_bias = layers.param(rngs, (L, K, H), named)
+      self.v_bias = layers.param(rngs, (L, K, H), named)
+    if config.qk_norm:
+      named = ('layers', 'head_dim')
+      self.q_norm = layers.param(rngs, (L, H), named, fill=1.0)
+      self.k_norm = layers.param(rngs, (L, H), named, fill=1.0)
+    self.bias, self.qk_norm = config.attention_bias, config.qk_norm
+
+  def __call__(
+    self,
+    x_BTD: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    cache: Any,
+  ) -> tuple[jax.Array, Any]:
+    q = jnp.einsum('BTD,DNH->BTNH', x_BTD, self.q[...])
+    k = jnp.einsum('BTD,DKH->BTKH', x_BTD, self.k[...])
+    v = jnp.einsum('BTD,DKH->BTKH', x_BTD, self.v[...])
+    if self.bias:
+      q = q + self.q_bias[...][None, None]
+      k = k + self.k_bias[...][None, None]
+      v = v + self.v_bias[...][None, None]
+    if self.qk_norm:
+      q = layers.rms_norm(q, self.q_norm[...], self.eps)
+      k = layers.rms_norm(k, self.k_norm[...], self.eps)
+    q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
+    out_BTNH, cache = attend(q, k, v, cache)
+    return jnp.einsum('BTNH,NHD->BTD', out_BTNH, self.out[...]), cache
+
+
+def segment_attention(segment_ids_BT: jax.Array) -> Attend:
+  """Causal attention within each segment of packed rows.
+
+  Padding (segment 0) attends to padding only, so that it stays finite and
+  touches no real token.
+  """
+  T = segment_ids_BT.shape[1]
+  same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+  causal_TS = jnp.tril(jnp.ones((T, T), bool))
+  mask_BTS = same_BTS & causal_TS[None]
+
+  def attend(q_BTNH, k_BSKH, v_BSKH, cache):
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+    scores = jnp.einsum(
+      'BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(mask_BTS[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
+    out = jnp.einsum('BKGTS,BSKH->BTKGH', weights, v_BSKH)
+    return out.reshape(B, T, N, H), cache
+
+  return attend
