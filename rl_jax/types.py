@@ -75,6 +75,36 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class Request:
+  """Asks the generator for `num_samples` completions of one prompt.
+
+  (step, prompt_id, sample index, position) and the run's seed are all that
+  the random numbers depend on.
+  """
+
+  prompt: Prompt
+  num_samples: int
+  sampling: SamplingParams
+  step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """What the generator returns for one sample; the stop token is included.
+
+  Example: Completion(request, 0, tokens=[7, 8, 2], ..., finish='stop')
+  """
+
+  request: Request
+  sample_index: int
+  tokens: np.ndarray  # [T] int32
+  behavior_logprobs: np.ndarray  # [T] float32, under the sampled distribution
+  kept_logmass: np.ndarray  # [T] float32, log mass kept by top-k/p, min-p
+  policy_versions: np.ndarray  # [T] int32, of the weights that drew the token
+  finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
 class Verdict:
   """What a verifier says of one completion: a status, never a bare float.
 

@@ -1,0 +1,475 @@
+"""The device side of generation: KV pages, slots and the compiled programs.
+
+Verbs, as JetStream has them: `start` and `prefill` put a prompt's keys and
+values into pages and draw the first token of each of its samples, `insert`
+gives a sample a slot, `generate` decodes several tokens of all slots in one
+dispatch, `free` takes a slot back; `load_params` may be called between any
+two of them. Which verb runs when is the scheduler's business; running out of
+pages raises OutOfPages and changes nothing.
+
+The samples of a prompt share its full pages; only the last, partial page is
+copied. Every program has one shape, so nothing compiles after the first use
+of each verb. Slot state lives on the host and travels with each dispatch;
+tokens, log-probs and counts come back in one array.
+
+Letters: S slots, R prefill rows, C prefill chunk, W pages of a row, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rl_jax.generator.paged_attention import attend_pages
+from rl_jax.generator.pages import PagePool
+from rl_jax.generator.sampling import SlotSampling, sample
+from rl_jax.models.base import Model, Params
+from rl_jax.types import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Keys of `config.generator`."""
+
+  num_slots: int = 64  # sequences decoded at once, per engine
+  page_size: int = 16  # tokens of a KV page
+  num_pages: int = 0  # pages of the pool, per engine; 0: all slots fit
+  steps_per_dispatch: int = 8  # tokens decoded per slot in one dispatch
+  prefill_rows: int = 8  # prompts prefilled at once
+  prefill_chunk: int = 64  # prompt tokens prefilled per row and dispatch
+  dtype: str = 'float32'  # of weights and KV
+  unroll_layers: bool = True  # faster on CPU; False compiles faster
+  on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      low = 0 if field.name == 'num_pages' else 1
+      if field.type == 'int' and value < low:
+        raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
+    legal = {
+      'dtype': ('float32', 'bfloat16'),
+      'on_new_weights': ('keep', 'recompute', 'drain'),
+    }
+    for name, values in legal.items():
+      if getattr(self, name) not in values:
+        raise ValueError(
+          f'generator.{name}={getattr(self, name)!r}: must be one of {values}.'
+        )
+
+
+class Drawn(NamedTuple):
+  """One drawn token."""
+
+  token: int
+  logprob: float
+  kept_logmass: float
+
+
+@dataclasses.dataclass
+class Prefix:
+  """A prompt on its way into, or in, the pages. Made by `Engine.start`."""
+
+  request: Request
+  tokens: np.ndarray  # [T] int32: the prompt, or prompt + resumed completion
+  sample_indices: list[int]  # samples still to be inserted
+  pages: list[int]
+  done: int = 0  # tokens whose keys and values are in the pages
+  first: dict[int, Drawn] = dataclasses.field(default_factory=dict)
+
+  @property
+  def complete(self) -> bool:
+    return self.done == len(self.tokens)
+
+
+class _Slots(NamedTuple):
+  """Host copy of the state of all slots; travels with each dispatch."""
+
+  table: np.ndarray  # [S, W] int32
+  last_token: np.ndarray  # [S] int32, drawn but not yet in the pages
+  position: np.ndarray  # [S] int32, of last_token
+  active: np.ndarray  # [S] bool
+  budget: np.ndarray  # [S] int32, tokens that may still be drawn
+  stop_ids: np.ndarray  # [S, K] int32, -1 where unused
+  temperature: np.ndarray  # [S] float32
+  top_k: np.ndarray  # [S] int32
+  top_p: np.ndarray  # [S] float32
+  min_p: np.ndarray  # [S] float32
+  key_ids: np.ndarray  # [S, 3] int32
+
+  @classmethod
+  def empty(cls, num_slots: int, width: int, num_stops: int) -> _Slots:
+    S = num_slots
+    zeros, floats = np.zeros(S, np.int32), np.zeros(S, np.float32)
+    return cls(
+      np.zeros((S, width), np.int32),
+      zeros,
+      zeros.copy(),
+      np.zeros(S, bool),
+      zeros.copy(),
+      np.full((S, num_stops), -1, np.int32),
+      floats,
+      zeros.copy(),
+      floats + 1,
+      floats.copy(),
+      np.zeros((S, 3), np.int32),
+    )
+
+  def set_sampling(self, slot: int, request: Request, index: int) -> None:
+    s = request.sampling
+    self.temperature[slot] = s.temperature
+    self.top_k[slot], self.top_p[slot], self.min_p[slot] = (
+      s.top_k,
+      s.top_p,
+      s.min_p,
+    )
+    self.stop_ids[slot] = -1
+    self.stop_ids[slot, : len(s.stop_ids)] = s.stop_ids
+    self.key_ids[slot] = request.step, request.prompt.prompt_id, index
+
+  def sampling(self) -> SlotSampling:
+    return SlotSampling(
+      self.temperature, self.top_k, self.top_p, self.min_p, self.key_ids
+    )
+
+
+class Engine:
+  """One engine on one generation mesh.
+
+  Args:
+    model: the learner's own model.
+    mesh: axes (data=1, tensor).
+    config: sizes.
+    max_length: longest prompt plus completion, in tokens.
+    max_stop_ids: most stop ids of a request.
+    seed: of the run.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    mesh: Mesh,
+    config: Config,
+    *,
+    max_length: int,
+    max_stop_ids: int,
+    seed: int,
+  ):
+    self.config, self.max_length = config, max_length
+    self.max_stop_ids = max_stop_ids
+    self.policy_version = -1
+    self._model, self._mesh = model, mesh
+    self._seed = np.int32(seed)
+    self._params: Params | None = None
+    self._width = -(-max_length // config.page_size)
+    smallest = 2 * self._width + 1
+    full = (config.num_slots + config.prefill_rows) * self._width + 1
+    self.num_pages = config.num_pages or full
+    if self.num_pages < smallest:
+      raise ValueError(
+        f'generator.num_pages={config.num_pages}: sequences of {max_length} '
+        f'tokens on pages of {config.page_size} need at least {smallest}; '
+        f'{full} never preempts, and is what 0 means.'
+      )
+    self.pool = PagePool(self.num_pages)
+    self._slots = _Slots.empty(config.num_slots, self._width, max_stop_ids)
+    self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
+    self._caches, sharding = self._new_caches()
+    out = {'out_shardings': (sharding, NamedSharding(mesh, PartitionSpec()))}
+    self._prefill = jax.jit(self._prefill_program, donate_argnums=1, **out)
+    self._decode = jax.jit(self._decode_program, donate_argnums=1, **out)
+    self._copy = jax.jit(
+      _copy_pages, donate_argnums=0, out_shardings=sharding
+    )
+    self._first = jax.jit(self._first_program)
+
+  # ---- weights
+
+  def load_params(self, params: Params, policy_version: int) -> int:
+    """Takes new weights for the next dispatch; returns their version."""
+    self._params, self.policy_version = params, policy_version
+    return self.policy_version
+
+  # ---- prompts
+
+  def start(
+    self, request: Request, tokens: np.ndarray, sample_indices: Sequence[int]
+  ) -> Prefix:
+    """Takes pages for a prompt; OutOfPages if they are not to be had."""
+    pages = self.pool.allocate(-(-len(tokens) // self.config.page_size))
+    return Prefix(request, tokens, list(sample_indices), pages)
+
+  def prefill(self, prefixes: Sequence[Prefix]) -> None:
+    """One chunk of each of up to `prefill_rows` prefixes.
+
+    Those that become complete get the first token of each of their samples.
+    """
+    R, C = self.config.prefill_rows, self.config.prefill_chunk
+    assert 0 < len(prefixes) <= R, len(prefixes)
+    tokens = np.zeros((R, C), np.int32)
+    start, count = np.zeros(R, np.int32), np.zeros(R, np.int32)
+    table = np.zeros((R, self._width), np.int32)
+    for r, prefix in enumerate(prefixes):
+      part = prefix.tokens[prefix.done : prefix.done + C]
+      tokens[r, : len(part)] = part
+      start[r], count[r] = prefix.done, len(part)
+      table[r, : len(prefix.pages)] = prefix.pages
+    self._caches, hidden_RD = self._prefill(
+      self._params, self._caches, tokens, start, count, table
+    )
+    for r, prefix in enumerate(prefixes):
+      prefix.done += int(count[r])
+    rows = [r for r, prefix in enumerate(prefixes) if prefix.complete]
+    self._draw_first(hidden_RD, {r: prefixes[r] for r in rows})
+
+  def drop(self, prefix: Prefix) -> None:
+    """Gives the prefix's own hold on its pages back."""
+    self.pool.release(prefix.pages)
+    prefix.pages = []
+
+  # ---- slots
+
+  def insert(self, prefix: Prefix, assignment: dict[int, int]) -> None:
+    """Gives samples a slot: {sample index: free slot}.
+
+    The prefix's full pages are shared, its last partial page is copied.
+    """
+    size = self.config.page_size
+    num_full = len(prefix.tokens) // size
+    partial = num_full < len(prefix.pages)
+    own = self.pool.allocate(len(assignment)) if partial else []
+    source = np.zeros(self.config.num_slots, np.int32)
+    target = np.zeros(self.config.num_slots, np.int32)
+    for i, (index, slot) in enumerate(assignment.items()):
+      assert not self._slots.active[slot], slot
+      shared = prefix.pages[:num_full]
+      self.pool.share(shared)
+      if partial:
+        source[i], target[i] = prefix.pages[num_full], own[i]
+      self._set_pages(slot, shared + own[i : i + 1])
+      self._fill_slot(prefix, index, slot)
+      prefix.sample_indices.remove(index)
+    if partial:
+      self._caches = self._copy(self._caches, source, target)
+
+  def reserve(self, slot: int) -> None:
+    """Pages for the tokens of the next dispatch, or OutOfPages."""
+    steps = min(
+      self.config.steps_per_dispatch, int(self._slots.budget[slot])
+    )
+    length = int(self._slots.position[slot]) + steps
+    missing = -(-length // self.config.page_size) - len(self._pages[slot])
+    if missing > 0:
+      pages = self.pool.allocate(missing)
+      self._set_pages(slot, self._pages[slot] + pages)
+
+  def generate(self) -> dict[int, list[Drawn]]:
+    """Decodes up to `steps_per_dispatch` tokens of each slot.
+
+    Returns:
+      The tokens drawn by each slot that was active. A slot that drew a stop
+      token or spent its budget is not active any more; `free` it.
+    """
+    slots, n = self._slots, self.config.steps_per_dispatch
+    was_active = np.flatnonzero(slots.active)
+    self._caches, packed = self._decode(
+      self._params, self._caches, slots, self._seed
+    )
+    packed = np.asarray(packed)
+    drawn = {}
+    for slot in was_active:
+      count = int(packed[slot, -1])
+      drawn[int(slot)] = _unpack(packed[slot], n, count)
+      self._advance(int(slot), drawn[int(slot)])
+    return drawn
+
+  def free(self, slot: int) -> None:
+    """Returns the slot's pages; the slot may be filled again."""
+    self.pool.release(self._pages[slot])
+    self._set_pages(slot, [])
+    self._slots.active[slot] = False
+
+  def is_active(self, slot: int) -> bool:
+    return bool(self._slots.active[slot])
+
+  # ---- host state
+
+  def _set_pages(self, slot: int, pages: list[int]) -> None:
+    self._pages[slot] = pages
+    self._slots.table[slot] = 0
+    self._slots.table[slot, : len(pages)] = pages
+
+  def _fill_slot(self, prefix: Prefix, index: int, slot: int) -> None:
+    slots, request = self._slots, prefix.request
+    drawn = len(prefix.tokens) - len(request.prompt.tokens) + 1
+    slots.last_token[slot] = prefix.first[index].token
+    slots.position[slot] = len(prefix.tokens)
+    slots.budget[slot] = request.sampling.max_tokens - drawn
+    slots.active[slot] = True
+    slots.set_sampling(slot, request, index)
+
+  def _advance(self, slot: int, drawn: list[Drawn]) -> None:
+    slots = self._slots
+    slots.position[slot] += len(drawn)
+    slots.budget[slot] -= len(drawn)
+    slots.last_token[slot] = drawn[-1].token
+    stopped = drawn[-1].token in slots.stop_ids[slot]
+    slots.active[slot] = slots.budget[slot] > 0 and not stopped
+
+  def _draw_first(
+    self, hidden_RD: jax.Array, complete: dict[int, Prefix]
+  ) -> None:
+    """First tokens of all samples of complete prefixes, S at a time."""
+    S = self.config.num_slots
+    wanted = [(r, p, i) for r, p in complete.items() for i in p.sample_indices]
+    for begin in range(0, len(wanted), S):
+      part = wanted[begin : begin + S]
+      state = _Slots.empty(S, self._width, self._slots.stop_ids.shape[1])
+      row = np.zeros(S, np.int32)
+      for s, (r, prefix, index) in enumerate(part):
+        row[s] = r
+        state.position[s] = len(prefix.tokens)
+        state.set_sampling(s, prefix.request, index)
+      packed = np.asarray(
+        self._first(
+          self._params,
+          hidden_RD,
+          row,
+          state.position,
+          state.sampling(),
+          self._seed,
+        )
+      )
+      for s, (_, prefix, index) in enumerate(part):
+        prefix.first[index] = _unpack(packed[s], 1, 1)[0]
+
+  # ---- device programs
+
+  def _new_caches(self):
+    config, model = self.config, self._model.config
+    shape = (
+      self.num_pages,
+      model.num_kv_heads,
+      config.page_size,
+      model.head_dim,
+    )
+    spec = PartitionSpec(None, 'tensor')
+    if not config.unroll_layers:
+      shape, spec = (model.num_layers, *shape), PartitionSpec(None, *spec)
+    sharding = NamedSharding(self._mesh, spec)
+
+    def pair():
+      zeros = lambda: jnp.zeros(shape, config.dtype, device=sharding)  # noqa: E731
+      return zeros(), zeros()
+
+    if not config.unroll_layers:
+      return pair(), (sharding, sharding)
+    layers = range(model.num_layers)
+    return tuple(pair() for _ in layers), ((sharding, sharding),) * len(layers)
+
+  def _prefill_program(self, params, caches, tokens, start, count, table):
+    offsets = jnp.arange(tokens.shape[1])[None]
+    valid = offsets < count[:, None]
+    # Padding repeats the row's last position, which is always in the table.
+    positions = start[:, None] + jnp.minimum(
+      offsets, jnp.maximum(count, 1)[:, None] - 1
+    )
+    attend = attend_pages(table, positions, valid)
+    hidden, caches = self._model.hidden(
+      params, tokens, positions, attend, caches
+    )
+    last = jnp.maximum(count, 1) - 1
+    hidden_RD = jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0]
+    return caches, hidden_RD
+
+  def _first_program(self, params, hidden_RD, row_S, position_S, sampling, seed):
+    hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
+    logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
+    token, logprob, kept = sample(logits, position_S, sampling, seed)
+    return _pack(token[:, None], logprob[:, None], kept[:, None])
+
+  def _decode_program(self, params, caches, slots: _Slots, seed):
+    S, n = slots.active.shape[0], self.config.steps_per_dispatch
+    sampling = SlotSampling(
+      slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.key_ids
+    )
+
+    def unfinished(carry):
+      step, _, _, _, active, _, _ = carry
+      return (step < n) & jnp.any(active)
+
+    def decode(carry):
+      step, caches, last, position, active, budget, out = carry
+      attend = attend_pages(
+        slots.table, position[:, None], active[:, None]
+      )
+      hidden, caches = self._model.hidden(
+        params, last[:, None], position[:, None], attend, caches
+      )
+      logits = self._model.logits(params, hidden)[:, 0]
+      token, logprob, kept = sample(logits, position + 1, sampling, seed)
+      tokens, logprobs, masses, counts = out
+      out = (
+        tokens.at[:, step].set(token),
+        logprobs.at[:, step].set(logprob),
+        masses.at[:, step].set(kept),
+        counts + active,
+      )
+      last = jnp.where(active, token, last)
+      position = position + active
+      budget = budget - active
+      stopped = jnp.any(token[:, None] == slots.stop_ids, axis=-1)
+      active = active & ~stopped & (budget > 0)
+      return step + 1, caches, last, position, active, budget, out
+
+    out = (
+      jnp.zeros((S, n), jnp.int32),
+      jnp.zeros((S, n), jnp.float32),
+      jnp.zeros((S, n), jnp.float32),
+      jnp.zeros(S, jnp.int32),
+    )
+    carry = (
+      jnp.int32(0),
+      caches,
+      jnp.asarray(slots.last_token),
+      jnp.asarray(slots.position),
+      jnp.asarray(slots.active),
+      jnp.asarray(slots.budget),
+      out,
+    )
+    _, caches, _, _, _, _, (tokens, logprobs, masses, counts) = (
+      jax.lax.while_loop(unfinished, decode, carry)
+    )
+    packed = _pack(tokens, logprobs, masses)
+    return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
+
+
+def _copy_pages(caches, source_S: jax.Array, target_S: jax.Array):
+  """Copies whole pages in every layer; (0, 0) pairs copy trash onto itself."""
+
+  def copy(pool):
+    if pool.ndim == 4:
+      return pool.at[target_S].set(pool[source_S])
+    return pool.at[:, target_S].set(pool[:, source_S])
+
+  return jax.tree.map(copy, caches)
+
+
+def _pack(tokens, logprobs, masses) -> jax.Array:
+  """[S, 3n] int32: one array to read instead of three."""
+  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+  return jnp.concatenate([tokens, bits(logprobs), bits(masses)], axis=1)
+
+
+def _unpack(row: np.ndarray, n: int, count: int) -> list[Drawn]:
+  floats = np.ascontiguousarray(row[: 3 * n]).view(np.float32)
+  return [
+    Drawn(int(row[i]), float(floats[n + i]), float(floats[2 * n + i]))
+    for i in range(count)
+  ]

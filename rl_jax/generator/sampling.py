@@ -1,0 +1,129 @@
+"""Draws tokens on device, and says with what log-probability.
+
+The recorded log-probability is that of the distribution really sampled from:
+after temperature, after truncation, renormalised. The log of the mass that
+truncation kept is recorded beside it, so that `behavior + kept` is the
+log-probability under softmax(logits / temperature). Greedy sampling is a
+point mass: log-probability 0, and `kept` is the token's log-probability at
+temperature 1.
+
+The random number of a token depends on the run's seed and (step, prompt id,
+sample index, position) only: not on its slot, its neighbours or arrival.
+
+Letters: S slots, V vocab.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK = 256  # vocabulary entries summed at once when inverting the CDF
+
+
+class SlotSampling(NamedTuple):
+  """Sampling parameters of each slot; see `types.SamplingParams`."""
+
+  temperature: jax.Array  # [S] float32
+  top_k: jax.Array  # [S] int32
+  top_p: jax.Array  # [S] float32
+  min_p: jax.Array  # [S] float32
+  key_ids: jax.Array  # [S, 3] int32: step, prompt id, sample index
+
+
+def sample(
+  logits_SV: jax.Array,
+  positions_S: jax.Array,
+  params: SlotSampling,
+  seed: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Draws the token at `positions_S` of each slot.
+
+  Args:
+    logits_SV: float32, before temperature.
+    positions_S: int32, position that the drawn token takes.
+    params: of each slot.
+    seed: int32 scalar, of the run.
+
+  Returns:
+    tokens [S] int32, behavior log-probs [S] and kept log-mass [S] float32.
+  """
+  greedy_S = params.temperature == 0
+  temperature_S = jnp.where(greedy_S, 1.0, params.temperature)
+  logprobs_SV = jax.nn.log_softmax(logits_SV / temperature_S[:, None], axis=-1)
+  probs_SV = jnp.exp(logprobs_SV)
+  truncated_S = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+  kept_SV = jax.lax.cond(
+    jnp.any(truncated_S & ~greedy_S),
+    lambda: jnp.where(_kept(probs_SV, params), probs_SV, 0.0),
+    lambda: probs_SV,
+  )
+  drawn_S = _inverse_cdf(kept_SV, _uniform(seed, params.key_ids, positions_S))
+  tokens_S = jnp.where(greedy_S, jnp.argmax(logits_SV, -1), drawn_S)
+  logprob_S = jnp.take_along_axis(logprobs_SV, tokens_S[:, None], 1)[:, 0]
+  logmass_S = jnp.where(truncated_S, jnp.log(kept_SV.sum(-1)), 0.0)
+  logmass_S = jnp.where(greedy_S, logprob_S, logmass_S)
+  return tokens_S.astype(jnp.int32), logprob_S - logmass_S, logmass_S
+
+
+def _uniform(
+  seed: jax.Array, key_ids: jax.Array, positions_S: jax.Array
+) -> jax.Array:
+  """One uniform in [0, 1) a slot."""
+  base = jax.random.key(seed)
+
+  def one(ids, position):
+    key = base
+    for part in (ids[0], ids[1], ids[2], position):
+      key = jax.random.fold_in(key, part)
+    return jax.random.uniform(key)
+
+  return jax.vmap(one)(key_ids, positions_S)
+
+
+def _kept(probs_SV: jax.Array, params: SlotSampling) -> jax.Array:
+  """Which tokens survive; tokens as likely as the last one kept are kept."""
+  vocab = probs_SV.shape[1]
+  sorted_SV = -jnp.sort(-probs_SV, axis=-1)
+  mass_SV = jnp.cumsum(sorted_SV, axis=-1)
+  k_S = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab)
+  goal_S = params.top_p * jnp.take_along_axis(mass_SV, k_S[:, None] - 1, 1)[:, 0]
+  needed_S = 1 + jnp.sum(mass_SV < goal_S[:, None], axis=-1)
+  # top_p = 1 must not lose tail tokens to the rounding of the running sum.
+  needed_S = jnp.where(params.top_p < 1, needed_S, vocab)
+  last_S = jnp.minimum(jnp.minimum(needed_S, k_S), vocab) - 1
+  floor_S = jnp.take_along_axis(sorted_SV, last_S[:, None], 1)[:, 0]
+  floor_S = jnp.maximum(floor_S, params.min_p * sorted_SV[:, 0])
+  return probs_SV >= floor_S[:, None]
+
+
+def _inverse_cdf(weights_SV: jax.Array, uniform_S: jax.Array) -> jax.Array:
+  """Index drawn in proportion to weights, never one of weight 0.
+
+  In two levels, since a running sum over a whole vocabulary is slow and
+  loses small weights.
+  """
+  S, V = weights_SV.shape
+  padded = jnp.pad(weights_SV, ((0, 0), (0, -V % _BLOCK)))
+  blocks = padded.reshape(S, -1, _BLOCK)
+  sums = blocks.sum(-1)
+  target_S = uniform_S * sums.sum(-1)
+  block_S, target_S = _pick(sums, target_S)
+  chosen = jnp.take_along_axis(blocks, block_S[:, None, None], 1)[:, 0]
+  within_S, _ = _pick(chosen, target_S)
+  return block_S * _BLOCK + within_S
+
+
+def _pick(
+  weights: jax.Array, target: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """First index whose running sum exceeds `target`, and what is left of it."""
+  running = jnp.cumsum(weights, axis=-1)
+  index = jnp.sum(running <= target[:, None], axis=-1)
+  size = weights.shape[-1]
+  last_positive = size - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+  index = jnp.minimum(index, last_positive)  # rounding at the very end
+  before = jnp.take_along_axis(running - weights, index[:, None], 1)[:, 0]
+  return index, jnp.maximum(target - before, 0.0)

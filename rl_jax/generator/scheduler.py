@@ -1,0 +1,315 @@
+"""Continuous batching: what the engine runs next, decided on the host.
+
+  submit -> queue -> prefixes -> slots -> completions
+              ^         |          |
+              +---------+----------+   preempted (youngest first)
+
+A request waits in the queue for pages, then is prefilled in chunks between
+decode dispatches, then waits for slots for its samples; a slot whose sample
+ends is refilled while the others go on. Whoever lacks a page takes it from
+the youngest holder, which goes back to the queue with the tokens that it has
+and is recomputed later; the oldest is never preempted, so something always
+ends and nothing is lost. Age is the order of submission, and survives
+preemption. Nobody blocks: `step` does what can be done and returns.
+
+Single-threaded, and a function of its calls only: equal calls, equal results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import numpy as np
+
+from rl_jax.generator.engine import Drawn, Engine, Prefix
+from rl_jax.generator.pages import OutOfPages
+from rl_jax.types import Completion, FinishReason, Request
+
+_Age = tuple[int, int]  # (order of submission, sample index)
+
+
+@dataclasses.dataclass
+class _Sample:
+  """A completion in the making."""
+
+  request: Request
+  index: int
+  age: _Age
+  tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
+  kept: list[float] = dataclasses.field(default_factory=list)
+  versions: list[int] = dataclasses.field(default_factory=list)
+
+  def append(self, drawn: Drawn, version: int) -> None:
+    self.tokens.append(drawn.token)
+    self.logprobs.append(drawn.logprob)
+    self.kept.append(drawn.kept_logmass)
+    self.versions.append(version)
+
+  def finish_reason(self) -> FinishReason | None:
+    if self.tokens[-1] in self.request.sampling.stop_ids:
+      return 'stop'
+    if len(self.tokens) >= self.request.sampling.max_tokens:
+      return 'length'
+    return None
+
+
+@dataclasses.dataclass
+class _Work:
+  """Samples that wait for one prompt: a group, or one preempted sample."""
+
+  samples: list[_Sample]
+
+  @property
+  def age(self) -> _Age:
+    return self.samples[0].age
+
+  def tokens(self) -> np.ndarray:
+    first = self.samples[0]
+    prompt = first.request.prompt.tokens
+    return np.concatenate([prompt, np.asarray(first.tokens, np.int32)])
+
+  def __lt__(self, other: _Work) -> bool:
+    return self.age < other.age
+
+
+@dataclasses.dataclass
+class _Held:
+  """Work whose prompt holds pages."""
+
+  prefix: Prefix
+  samples: dict[int, _Sample]
+
+  @property
+  def age(self) -> _Age:
+    return min(s.age for s in self.samples.values())
+
+
+class Scheduler:
+  """Runs requests on one engine."""
+
+  def __init__(self, engine: Engine):
+    self.engine = engine
+    self.tokens_generated = 0  # drawn so far, preempted ones counted once
+    self.preemptions = 0
+    self._order = 0
+    self._queue: list[_Work] = []
+    self._held: list[_Held] = []
+    self._running: dict[int, _Sample] = {}
+    self._new_weights: tuple[Any, int] | None = None
+
+  @property
+  def idle(self) -> bool:
+    return not (self._queue or self._held or self._running)
+
+  @property
+  def tokens_in_flight(self) -> int:
+    """Tokens drawn for completions that have not been returned yet."""
+    held = [s for h in self._held for s in h.samples.values()]
+    queued = [s for w in self._queue for s in w.samples]
+    return sum(
+      len(s.tokens) for s in [*held, *queued, *self._running.values()]
+    )
+
+  def submit(self, request: Request) -> None:
+    """Queues all samples of a request.
+
+    Raises:
+      ValueError: the request can never run on this engine.
+    """
+    engine, sampling = self.engine, request.sampling
+    length = len(request.prompt.tokens) + sampling.max_tokens
+    if length > engine.max_length:
+      raise ValueError(
+        f'{request.prompt.row}: prompt of {len(request.prompt.tokens)} tokens '
+        f'+ max_tokens={sampling.max_tokens} = {length}, more than the '
+        f"engine's {engine.max_length}; lower max_tokens or "
+        'prompts.max_prompt_tokens.'
+      )
+    if len(request.prompt.tokens) == 0 or request.num_samples < 1:
+      raise ValueError(
+        f'{request.prompt.row}: needs a prompt of at least one token and '
+        f'num_samples >= 1, got {request.num_samples}.'
+      )
+    if len(sampling.stop_ids) > engine.max_stop_ids:
+      raise ValueError(
+        f'{len(sampling.stop_ids)} stop ids, the engine takes at most '
+        f'{engine.max_stop_ids}.'
+      )
+    order, self._order = self._order, self._order + 1
+    samples = [
+      _Sample(request, i, (order, i)) for i in range(request.num_samples)
+    ]
+    heapq.heappush(self._queue, _Work(samples))
+
+  def offer_params(self, params: Any, policy_version: int) -> None:
+    """New weights, taken when the config's `on_new_weights` allows."""
+    self._new_weights = params, policy_version
+    self._take_params()
+
+  def step(self) -> list[Completion]:
+    """Admits, prefills one chunk, fills slots, decodes one dispatch."""
+    self._take_params()
+    self._admit()
+    done = self._prefill()
+    self._insert()
+    self._reserve()
+    if self._running:
+      version = self.engine.policy_version
+      for slot, drawn in self.engine.generate().items():
+        sample = self._running[slot]
+        for token in drawn:
+          self._append(sample, token, version)
+        if not self.engine.is_active(slot):
+          self._running.pop(slot)
+          self.engine.free(slot)
+          done.append(_completion(sample))
+    return done
+
+  # ---- the acts of a step
+
+  def _take_params(self) -> None:
+    if self._new_weights is None:
+      return
+    policy = self.engine.config.on_new_weights
+    if policy == 'drain' and (self._held or self._running):
+      return
+    if policy == 'recompute':
+      for slot in list(self._running):
+        self._preempt_slot(slot)
+      for held in list(self._held):
+        self._preempt_held(held)
+    params, version = self._new_weights
+    self._new_weights = None
+    acknowledged = self.engine.load_params(params, version)
+    assert acknowledged == version, (acknowledged, version)
+
+  def _admit(self) -> None:
+    if self._new_weights is not None:  # draining
+      return
+    config = self.engine.config
+    while self._queue and len(self._held) < config.prefill_rows:
+      work = self._queue[0]
+      tokens = work.tokens()
+      # Leave each running slot a page, or the newcomer is preempted at once.
+      needed = -(-len(tokens) // config.page_size) + len(self._running)
+      if self._running and needed > self.engine.pool.num_free:
+        return
+      try:
+        prefix = self.engine.start(
+          work.samples[0].request, tokens, [s.index for s in work.samples]
+        )
+      except OutOfPages:
+        return
+      heapq.heappop(self._queue)
+      self._held.append(_Held(prefix, {s.index: s for s in work.samples}))
+
+  def _prefill(self) -> list[Completion]:
+    """One chunk; returns the samples whose first token is their last."""
+    waiting = [h for h in self._held if not h.prefix.complete]
+    waiting = waiting[: self.engine.config.prefill_rows]
+    if not waiting:
+      return []
+    version = self.engine.policy_version
+    self.engine.prefill([h.prefix for h in waiting])
+    done = []
+    for held in waiting:
+      if not held.prefix.complete:
+        continue
+      for index, sample in list(held.samples.items()):
+        self._append(sample, held.prefix.first[index], version)
+        if sample.finish_reason() is not None:
+          del held.samples[index]
+          held.prefix.sample_indices.remove(index)
+          done.append(_completion(sample))
+      self._drop_if_empty(held)
+    return done
+
+  def _insert(self) -> None:
+    free = [
+      s
+      for s in range(self.engine.config.num_slots)
+      if s not in self._running
+    ]
+    for held in sorted(self._held, key=lambda h: h.age):
+      if not held.prefix.complete:
+        continue
+      partial = len(held.prefix.tokens) % self.engine.config.page_size > 0
+      if partial and not self._running and not self.engine.pool.num_free:
+        self._make_room(held.age)
+      room = self.engine.pool.num_free if partial else len(free)
+      indices = sorted(held.samples)[: min(len(free), room)]
+      if not indices:
+        continue
+      assignment = {index: free.pop(0) for index in indices}
+      self.engine.insert(held.prefix, assignment)
+      for index, slot in assignment.items():
+        self._running[slot] = held.samples.pop(index)
+      self._drop_if_empty(held)
+
+  def _reserve(self) -> None:
+    for slot in sorted(self._running, key=lambda s: self._running[s].age):
+      while slot in self._running:
+        try:
+          self.engine.reserve(slot)
+          break
+        except OutOfPages:
+          self._make_room(self._running[slot].age)
+
+  # ---- preemption
+
+  def _make_room(self, age: _Age) -> None:
+    """Preempts the youngest holder of pages, at the latest `age` itself."""
+    slot = max(
+      self._running, key=lambda s: self._running[s].age, default=None
+    )
+    held = max(self._held, key=lambda h: h.age, default=None)
+    if held and (slot is None or held.age > self._running[slot].age):
+      assert held.age > age or len(self._held) + len(self._running) > 1
+      self._preempt_held(held)
+    else:
+      assert slot is not None
+      self._preempt_slot(slot)
+
+  def _preempt_slot(self, slot: int) -> None:
+    self.preemptions += 1
+    self.engine.free(slot)
+    heapq.heappush(self._queue, _Work([self._running.pop(slot)]))
+
+  def _preempt_held(self, held: _Held) -> None:
+    """Back to the queue; samples with tokens of their own go one by one."""
+    self.preemptions += 1
+    self._held.remove(held)
+    self.engine.drop(held.prefix)
+    samples = sorted(held.samples.values(), key=lambda s: s.age)
+    fresh = [s for s in samples if not s.tokens]
+    if fresh:
+      heapq.heappush(self._queue, _Work(fresh))
+    for sample in samples:
+      if sample.tokens:
+        heapq.heappush(self._queue, _Work([sample]))
+
+  def _drop_if_empty(self, held: _Held) -> None:
+    if not held.samples:
+      self._held.remove(held)
+      self.engine.drop(held.prefix)
+
+  def _append(self, sample: _Sample, drawn: Drawn, version: int) -> None:
+    sample.append(drawn, version)
+    self.tokens_generated += 1
+
+
+def _completion(sample: _Sample) -> Completion:
+  reason = sample.finish_reason()
+  assert reason is not None
+  return Completion(
+    request=sample.request,
+    sample_index=sample.index,
+    tokens=np.array(sample.tokens, np.int32),
+    behavior_logprobs=np.array(sample.logprobs, np.float32),
+    kept_logmass=np.array(sample.kept, np.float32),
+    policy_versions=np.array(sample.versions, np.int32),
+    finish_reason=reason,
+  )
