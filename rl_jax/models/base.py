@@ -47,6 +47,7 @@ class ModelConfig:
   tie_embeddings: bool = True
   attention_bias: bool = False
   qk_norm: bool = False
+  max_positions: int = 8192  # trained context; only exports tell it on
 
   def __post_init__(self):
     for name in ('vocab_size', 'num_layers', 'd_model', 'd_ffn', 'num_heads'):
@@ -147,9 +148,7 @@ class Model:
 
     return {
       name: nnx.to_pure_dict(
-        jax.tree.map(
-          spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable)
-        )
+        jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
       )
       for name, state in self._states.items()
     }
