@@ -29,7 +29,7 @@ def locate(source: str) -> pathlib.Path:
   if source.startswith(_PACKAGE):
     return _in_package(source.removeprefix(_PACKAGE), source)
   path = pathlib.Path(os.path.expandvars(source)).expanduser()
-  if path.is_dir() or (path.is_file() and path.suffix == '.gguf'):
+  if (source and path.is_dir()) or (path.is_file() and path.suffix == '.gguf'):
     return path
   if re.fullmatch(r'[\w-]+/[\w.-]+', source) and path.suffix != '.gguf':
     import huggingface_hub  # heavy, and only for this branch
