@@ -153,14 +153,14 @@ def test_keeps_the_newest_and_needs_room_for_one_more(
   open_checkpointer, tmp_path
 ):
   checkpointer = open_checkpointer(keep=2)
-  for step in (1, 2, 3, 4):
+  for step in range(1, 7):
     checkpointer.save(step, make_arrays(step), {'step': step})
     assert len(steps_on_disk(tmp_path)) <= 3
   checkpointer.wait()
-  assert steps_on_disk(tmp_path) == [3, 4]
+  assert steps_on_disk(tmp_path) == [5, 6]
   step, got, host = checkpointer.restore(abstract(make_arrays()))
-  assert (step, host) == (4, {'step': 4})
-  assert_same_bits(got, make_arrays(4))
+  assert (step, host) == (6, {'step': 6})
+  assert_same_bits(got, make_arrays(6))
 
 
 def test_a_step_is_saved_once(open_checkpointer):
@@ -355,16 +355,16 @@ DIE_WHILE_SAVING = """
 
 
 @pytest.mark.parametrize(
-  'moment, ending, status',
+  'moment, ending, status, next_step',
   [
     pytest.param(
-      '/2.orbax-checkpoint-tmp/arrays', 'exit', 1, marks=pytest.mark.slow
+      '/2.orbax-checkpoint-tmp/arrays', 'exit', 1, 2, marks=pytest.mark.slow
     ),
-    ('/2', 'kill', -signal.SIGKILL),
+    ('/2', 'kill', -signal.SIGKILL, 3),
   ],
 )
 def test_death_while_saving_leaves_the_older_one(
-  open_checkpointer, tmp_path, moment, ending, status
+  open_checkpointer, tmp_path, moment, ending, status, next_step
 ):
   """Dies in the background thread, as it is about to rename something."""
   folder = tmp_path / 'checkpoints'
@@ -387,8 +387,9 @@ def test_death_while_saving_leaves_the_older_one(
   step, arrays, host = checkpointer.restore(target)
   assert (step, host) == (1, {'step': 1})
   np.testing.assert_array_equal(np.asarray(arrays['w']), np.full(100, 1.0))
-  checkpointer.save(2, arrays, {'again': True}, wait=True)
-  assert sorted(p.name for p in folder.iterdir()) == ['1', '2']
+  checkpointer.save(next_step, arrays, {'again': True}, wait=True)
+  left = sorted(p.name for p in folder.iterdir())
+  assert left == ['1', str(next_step)]
   assert open_checkpointer().restore(target)[2] == {'again': True}
 
 
