@@ -170,9 +170,14 @@ class Checkpointer:
     header = self._read(step, host=ocp.args.JsonRestore()).host
     _check_leaves(header['leaves'], wanted, self._directory / str(step))
     host = json.loads(header['host'])
-    return self._read(
-      step, arrays=ocp.args.StandardRestore(wanted)
-    ).arrays, host
+    args = ocp.args.StandardRestore(wanted)
+    try:
+      return self._read(step, arrays=args).arrays, host
+    except Exception as e:
+      # Orbax wraps what tensorstore says of a shard in a bare Exception.
+      if type(e) is Exception:
+        raise OSError(f'{e.__cause__}; {e}') from e
+      raise
 
   def _read(self, step: int, **items: Any) -> Any:
     return self._manager.restore(step, args=ocp.args.Composite(**items))
@@ -201,27 +206,34 @@ class Checkpointer:
 
 def group_to_json(group: Group) -> dict[str, Any]:
   """A group as JSON; `group_from_json` gives it back bit by bit."""
-  prompt = group.prompt
   return {
-    'prompt': {
-      'prompt_id': int(prompt.prompt_id),
-      'row': prompt.row,
-      'text': prompt.text,
-      'tokens': _to_list('tokens', prompt.tokens),
-      'answer': prompt.answer,
-    },
+    'prompt': prompt_to_json(group.prompt),
     'rollouts': [_rollout_to_json(r) for r in group.rollouts],
   }
 
 
 def group_from_json(data: Mapping[str, Any]) -> Group:
   """The group that `group_to_json` wrote."""
-  prompt = data['prompt']
-  tokens = _to_array('tokens', prompt['tokens'])
   return Group(
-    prompt=Prompt(**{**prompt, 'tokens': tokens}),
+    prompt=prompt_from_json(data['prompt']),
     rollouts=tuple(_rollout_from_json(r) for r in data['rollouts']),
   )
+
+
+def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+  """A prompt as JSON; `prompt_from_json` gives it back bit by bit."""
+  return {
+    'prompt_id': int(prompt.prompt_id),
+    'row': prompt.row,
+    'text': prompt.text,
+    'tokens': _to_list('tokens', prompt.tokens),
+    'answer': prompt.answer,
+  }
+
+
+def prompt_from_json(data: Mapping[str, Any]) -> Prompt:
+  """The prompt that `prompt_to_json` wrote."""
+  return Prompt(**{**data, 'tokens': _to_array('tokens', data['tokens'])})
 
 
 # Per-token arrays of records: a float32 is a float64 of JSON without loss.
