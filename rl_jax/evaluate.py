@@ -63,6 +63,10 @@ class Config:
       )
     self.sampling(SamplingParams(max_tokens=1))
 
+  def is_due(self, step: int) -> bool:
+    """Whether to evaluate after `step` learner steps."""
+    return self.every_steps > 0 and step % self.every_steps == 0
+
   def sampling(self, training: SamplingParams) -> SamplingParams:
     """How evaluation samples; what it does not set is as in `training`.
 

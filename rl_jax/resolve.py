@@ -74,16 +74,17 @@ def settings(
   """
   fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
   values = {}
+  prefix = f'{where}.' if where else ''
   for key, value in section.items():
     if key == 'name' and 'name' not in fields:
       continue
-    if f'{where}.{key}' in RETIRED:
+    if f'{prefix}{key}' in RETIRED:
       raise ValueError(
-        f'{where}.{key} is retired: use {RETIRED[f"{where}.{key}"]}.'
+        f'{prefix}{key} is retired: use {RETIRED[f"{prefix}{key}"]}.'
       )
     if key not in fields:
       raise ValueError(unknown_key(key, where, list(fields), elsewhere))
-    values[key] = _checked(value, fields[key], f'{where}.{key}')
+    values[key] = _checked(value, fields[key], f'{prefix}{key}')
   missing = [
     n
     for n, f in fields.items()
@@ -94,7 +95,7 @@ def settings(
   if missing:
     raise ValueError(
       f'{where}: missing {", ".join(missing)}; set it in the config file or '
-      f'with --config.{where}.{missing[0]}=.'
+      f'with --config.{prefix}{missing[0]}=.'
     )
   return cls(**values)
 

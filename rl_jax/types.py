@@ -86,6 +86,7 @@ class Request:
   num_samples: int
   sampling: SamplingParams
   step: int
+  key: Any = None  # the caller's own, returned with each completion
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,18 @@ class Scheduler:
 
   @property
   def idle(self) -> bool:
-    return not (self._queue or self._held or self._running)
+    busy = self._queue or self._held or self._running
+    return not busy and self._new_weights is None
+
+  @property
+  def awaits_params(self) -> bool:
+    """Whether offered parameters have not been taken yet (draining)."""
+    return self._new_weights is not None
+
+  @property
+  def policy_version(self) -> int:
+    """Of the weights in use; -1 before the first."""
+    return self.engine.policy_version
 
   @property
   def tokens_in_flight(self) -> int:

@@ -1,0 +1,47 @@
+"""Two-digit sums by a small transformer: the whole loop on a laptop.
+
+  python launch/run.py --config=configs/arithmetic.py
+
+2 CPU cores, no download: SFT to a mediocre pass@1, then GRPO lifts held-out
+pass@1 above 0.95.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+  config = base.get_config()
+  config.num_steps = 200
+  config.prompts_per_step = 32
+  config.completions_per_prompt = 8
+  config.mesh.mode = 'split'
+  config.mesh.num_cpu_devices = 2
+  config.model.tokenizer = 'chars:0123456789+='
+  config.model.architecture = dict(
+    num_layers=3,
+    d_model=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    d_ffn=512,
+  )
+  sums = dict(name='arithmetic', max_digits=2, operators='+')
+  config.prompts.train = dict(sums=dict(**sums, split='train'))
+  config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
+  config.prompts.max_prompt_tokens = 8
+  config.sampling.max_tokens = 8
+  config.generator.num_slots = 256
+  config.generator.steps_per_dispatch = 4
+  config.generator.prefill_rows = 32
+  config.generator.prefill_chunk = 8
+  config.learner.row_tokens = 128
+  config.learner.rows_per_microbatch = 32
+  config.learner.remat = False
+  config.optimizer.learning_rate = 3e-4
+  config.sft.num_steps = 200
+  config.sft.examples_per_step = 256
+  config.evaluation.num_prompts = 512
+  config.checkpoint.every_steps = 20
+  return config

@@ -1,0 +1,35 @@
+"""Algorithms: rewards -> advantages, and the loss of a token.
+
+An algorithm is a module of this folder (or any import path) with
+
+  @dataclasses.dataclass(frozen=True)
+  class Config(base.Config): ...    # its keys under `config.algorithm`
+
+  def advantages(rewards: np.ndarray, config: Config) -> np.ndarray:
+    '''[G] float64 rewards of one group -> [G] advantages.'''
+
+  def loss(inputs: base.LossInputs, config: Config):
+    '''[B, T] loss of each token, and metrics as {name: [B, T] array}.'''
+
+All are pure functions of arrays. Masks, normalisation over global counts,
+micro-batches, meshes and gradients are the learner's business: whatever
+`loss` returns outside the loss mask is ignored, and metrics are reported as
+mean and maximum over the tokens of the loss.
+
+A minimal plugin, `my_paper/mine.py`, used by `algorithm = dict(name=
+'my_paper.mine', tau=2.0)`; inside rl_jax it would be `algorithms/mine.py` and
+`name='mine'`:
+
+  import dataclasses
+  from rl_jax.algorithms import base
+
+  @dataclasses.dataclass(frozen=True)
+  class Config(base.Config):
+    tau: float = 1.0
+
+  def advantages(rewards, config):
+    return (rewards - rewards.mean()) / config.tau
+
+  def loss(inputs, config):
+    return -inputs.advantages * inputs.logprobs, {}
+"""

@@ -1,0 +1,201 @@
+"""What all algorithms share: inputs, aggregation, KL, groups without signal.
+
+Knows neither model nor mesh. Normalisation is done once, on the host, by
+giving each token its weight from counts over the whole batch; a sum over
+tokens, micro-batches and devices is then the loss, however it is split.
+
+Letters: B rows, T tokens, G rollouts of a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rl_jax.types import Group, Rollout
+
+# Log-ratios beyond this are clamped before exp: e^20 is finite in float32.
+MAX_LOG_RATIO = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Keys that every algorithm has under `config.algorithm`."""
+
+  aggregation: str = 'token_mean'  # token_mean | sequence_mean | constant
+  constant: float = 1.0  # tokens by which 'constant' divides each sequence
+  kl_coef: float = 0.0  # weight of the KL to the reference; 0: no reference
+  kl_estimator: str = 'k3'  # k1 | k2 | k3
+  truncated: str = 'keep'  # completions cut at max_tokens: keep | zero | mask
+
+  def __post_init__(self):
+    legal = {
+      'aggregation': tuple(AGGREGATIONS),
+      'kl_estimator': tuple(KL_ESTIMATORS),
+      'truncated': ('keep', 'zero', 'mask'),
+    }
+    for name, values in legal.items():
+      if getattr(self, name) not in values:
+        raise ValueError(
+          f'algorithm.{name}={getattr(self, name)!r}: must be one of {values}.'
+        )
+    if self.constant <= 0 or self.kl_coef < 0:
+      raise ValueError(
+        f'algorithm.constant={self.constant} must be > 0 and '
+        f'algorithm.kl_coef={self.kl_coef} >= 0.'
+      )
+
+
+class LossInputs(NamedTuple):
+  """All [B, T] float32; each entry belongs to the token that it scores."""
+
+  logprobs: jax.Array  # of the parameters being updated
+  behavior_logprobs: jax.Array  # of the policy that drew the token
+  reference_logprobs: jax.Array  # of the KL anchor; zeros where kl_coef == 0
+  advantages: jax.Array
+  loss_mask: jax.Array
+
+
+Loss = Callable[[LossInputs], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def log_ratio(inputs: LossInputs) -> jax.Array:
+  """log pi / mu, clamped to +-MAX_LOG_RATIO; 0 outside the loss mask."""
+  difference = jnp.where(
+    inputs.loss_mask > 0, inputs.logprobs - inputs.behavior_logprobs, 0.0
+  )
+  return jnp.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# ---- KL(pi || reference) from samples of pi; log_r = log reference / pi.
+# http://joschu.net/blog/kl-approx.html
+
+KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  'k1': lambda log_r: -log_r,
+  'k2': lambda log_r: log_r**2 / 2,
+  'k3': lambda log_r: jnp.expm1(log_r) - log_r,
+}
+
+
+def kl(inputs: LossInputs, config: Config) -> jax.Array:
+  """The estimate of each token, [B, T]; differentiable."""
+  log_r = jnp.where(
+    inputs.loss_mask > 0, inputs.reference_logprobs - inputs.logprobs, 0.0
+  )
+  log_r = jnp.clip(log_r, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  return KL_ESTIMATORS[config.kl_estimator](log_r)
+
+
+def with_kl(
+  token_loss: jax.Array,
+  metrics: dict[str, jax.Array],
+  inputs: LossInputs,
+  config: Config,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Adds kl_coef * KL to a loss that is minimised, where there is one."""
+  if config.kl_coef == 0:
+    return token_loss, metrics
+  divergence = kl(inputs, config)
+  metrics = metrics | {'kl_reference': divergence}
+  return token_loss + config.kl_coef * divergence, metrics
+
+
+# ---- Aggregation: the weight of a token, from the lengths of all sequences.
+
+
+def _token_mean(lengths, config):
+  return np.full(len(lengths), 1.0 / max(lengths.sum(), 1))
+
+
+def _sequence_mean(lengths, config):
+  return 1.0 / (np.maximum(lengths, 1) * max(np.sum(lengths > 0), 1))
+
+
+def _constant(lengths, config):
+  sequences = max(np.sum(lengths > 0), 1)
+  return np.full(len(lengths), 1.0 / (config.constant * sequences))
+
+
+AGGREGATIONS: dict[str, Callable] = {
+  'token_mean': _token_mean,  # every token counts the same (DAPO)
+  'sequence_mean': _sequence_mean,  # every sequence counts the same (GRPO)
+  'constant': _constant,  # sum / constant, mean over sequences (Dr. GRPO)
+}
+
+
+def token_weights(lengths: Sequence[int], config: Config) -> np.ndarray:
+  """Weight of each loss token of each sequence, [num_sequences] float64.
+
+  Args:
+    lengths: loss tokens of every sequence in the whole batch. An empty
+      sequence has no token to weigh and leaves every count.
+  """
+  return AGGREGATIONS[config.aggregation](np.asarray(lengths), config)
+
+
+# ---- From groups to rollouts with an advantage.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """A rollout that goes into the loss."""
+
+  rollout: Rollout
+  advantage: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+  """What goes into the loss, and what does not and why (in rollouts)."""
+
+  scored: list[Scored]
+  excluded: dict[str, list[Rollout]]  # reason -> rollouts
+  num_groups: int  # that give signal
+
+
+EXCLUSIONS = ('unscored', 'no_signal', 'truncated', 'empty')
+
+
+def select(
+  groups: Sequence[Group],
+  advantages: Callable[[np.ndarray], np.ndarray],
+  config: Config,
+) -> Selection:
+  """Advantages within each group, over the rollouts that have a score.
+
+  Rollouts whose verdict is not a judgement (`error`, `refused`) leave the
+  group; groups whose raw scores are all equal teach nothing and leave the
+  loss, its denominator included. With `truncated='zero'` a completion cut at
+  max_tokens scores 0; with 'mask' it counts for the baseline only.
+  """
+  scored: list[Scored] = []
+  excluded: dict[str, list[Rollout]] = {name: [] for name in EXCLUSIONS}
+  num_groups = 0
+  for group in groups:
+    judged = [r for r in group.rollouts if r.verdict.scored]
+    excluded['unscored'] += [r for r in group.rollouts if not r.verdict.scored]
+    rewards = np.array([reward(r, config) for r in judged], np.float64)
+    if len(judged) < 2 or rewards.max() == rewards.min():
+      excluded['no_signal'] += judged
+      continue
+    num_groups += 1
+    for rollout, advantage in zip(judged, advantages(rewards), strict=True):
+      if rollout.num_completion_tokens == 0:
+        excluded['empty'].append(rollout)
+      elif config.truncated == 'mask' and rollout.finish_reason == 'length':
+        excluded['truncated'].append(rollout)
+      else:
+        scored.append(Scored(rollout, float(advantage)))
+  return Selection(scored, excluded, num_groups)
+
+
+def reward(rollout: Rollout, config: Config) -> float:
+  """The verdict's score, after the truncation rule."""
+  if config.truncated == 'zero' and rollout.finish_reason == 'length':
+    return 0.0
+  return rollout.verdict.score

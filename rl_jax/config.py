@@ -1,0 +1,241 @@
+"""The whole config of a run, as typed and checked settings.
+
+`resolve.settings` makes each section a dataclass of the stage that reads it;
+here they are put together, and what concerns several sections is checked, all
+before anything compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from rl_jax import evaluate, meshes, resolve
+from rl_jax.generator import engine
+from rl_jax.learner import learner, optimizer, sft
+from rl_jax.models import base as models
+from rl_jax.prompts import stream
+from rl_jax.types import SamplingParams
+from rl_jax.verifiers.service import ServiceConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Keys at the top of the config; all counts are global."""
+
+  seed: int = 0
+  num_steps: int = 100  # learner steps
+  prompts_per_step: int = 16
+  completions_per_prompt: int = 8
+  max_staleness: int = 0  # 0: synchronous
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+  """Keys of `config.sampling`: how training samples; see SamplingParams."""
+
+  max_tokens: int = 64
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+  """Keys of `config.model`."""
+
+  source: str = ''  # GGUF, HF directory, hub name, 'package:NAME'; '': random
+  tokenizer: str = ''  # as source, or 'chars:ALPHABET'; '': that of source
+  # Sizes of a model that starts from random parameters.
+  architecture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+  """Keys of `config.parity`: the gate at every start of a run."""
+
+  num_prompts: int = 4  # completed and scored by generator and learner
+  max_abs: float = 1e-4  # largest |difference| of a token's log-prob
+  mean_abs: float = 1e-5  # mean |difference|
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """Keys of `config.checkpoint`."""
+
+  every_steps: int = 10  # learner steps between checkpoints
+  keep: int = 2  # newest ones kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Everything that a run reads."""
+
+  run: Run
+  model: ModelSource
+  mesh: meshes.Config
+  prompts: stream.Config
+  sampling: Sampling
+  generator: engine.Config
+  verifier: Mapping[str, Any]  # 'name' and the plugin's own keys
+  service: ServiceConfig
+  algorithm: ModuleType
+  algorithm_config: Any
+  learner: learner.Config
+  optimizer: optimizer.Config
+  sft: sft.Config
+  evaluation: evaluate.Config
+  parity: Parity
+  checkpoint: Checkpoint
+
+  @property
+  def max_completion_tokens(self) -> int:
+    return max(self.sampling.max_tokens, self.evaluation.max_tokens)
+
+  @property
+  def max_length(self) -> int:
+    """Longest prompt plus completion, in tokens."""
+    return self.prompts.max_prompt_tokens + self.max_completion_tokens
+
+  def sampling_params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(
+      **dataclasses.asdict(self.sampling), stop_ids=stop_ids
+    )
+
+
+_SECTIONS: dict[str, type] = {
+  'model': ModelSource,
+  'mesh': meshes.Config,
+  'prompts': stream.Config,
+  'sampling': Sampling,
+  'generator': engine.Config,
+  'service': ServiceConfig,
+  'learner': learner.Config,
+  'optimizer': optimizer.Config,
+  'sft': sft.Config,
+  'evaluation': evaluate.Config,
+  'parity': Parity,
+  'checkpoint': Checkpoint,
+}
+_PLUGINS = ('algorithm', 'verifier')
+
+
+def settings(config: Mapping[str, Any]) -> Settings:
+  """Typed settings of a config (a dict or ml_collections.ConfigDict).
+
+  Raises:
+    ValueError: a key that is unknown, misplaced, retired or missing, a value
+      of the wrong type or range, or sections that contradict each other.
+  """
+  sections = {k: v for k, v in config.items() if hasattr(v, 'items')}
+  legal = [*_SECTIONS, *_PLUGINS]
+  for name in sections:
+    if name not in legal:
+      raise ValueError(resolve.unknown_key(name, '', legal, sections))
+  for name in _PLUGINS:
+    if not isinstance(sections.get(name, {}).get('name'), str):
+      raise ValueError(f"{name}.name is missing, as in dict(name='...').")
+  top = {k: v for k, v in config.items() if k not in sections}
+  algorithm = resolve.plugin('algorithms', sections['algorithm']['name'])
+  verifier = resolve.plugin('verifiers', sections['verifier']['name'])
+  resolve.settings(verifier.Config, sections['verifier'], 'verifier', sections)
+  result = Settings(
+    run=resolve.settings(Run, top, '', sections),
+    verifier=_plain(sections['verifier']),
+    algorithm=algorithm,
+    algorithm_config=resolve.settings(
+      algorithm.Config, sections['algorithm'], 'algorithm', sections
+    ),
+    **{
+      name: resolve.settings(cls, sections.get(name, {}), name, sections)
+      for name, cls in _SECTIONS.items()
+    },
+  )
+  _check(result)
+  return result
+
+
+def architecture(section: ModelSource, vocab_size: int) -> models.ModelConfig:
+  """Sizes of a model that starts from random parameters."""
+  keys = {'vocab_size': vocab_size, **section.architecture}
+  return resolve.settings(models.ModelConfig, keys, 'model.architecture')
+
+
+def as_dict(config: Mapping[str, Any]) -> dict[str, Any]:
+  """The whole config with the defaults of every section, JSON-able."""
+  resolved = settings(config)
+  sections = {
+    name: dataclasses.asdict(getattr(resolved, name)) for name in _SECTIONS
+  }
+  return {
+    **dataclasses.asdict(resolved.run),
+    **sections,
+    'algorithm': {
+      'name': config['algorithm']['name'],
+      **dataclasses.asdict(resolved.algorithm_config),
+    },
+    'verifier': {
+      'name': config['verifier']['name'],
+      **dataclasses.asdict(
+        resolve.settings(
+          resolve.plugin('verifiers', config['verifier']['name']).Config,
+          config['verifier'],
+          'verifier',
+        )
+      ),
+    },
+  }
+
+
+def _check(s: Settings) -> None:
+  if s.run.num_steps < 0 or s.run.prompts_per_step < 1:
+    raise ValueError(
+      f'num_steps={s.run.num_steps} must be >= 0 and '
+      f'prompts_per_step={s.run.prompts_per_step} >= 1.'
+    )
+  if s.run.completions_per_prompt < 2:
+    raise ValueError(
+      f'completions_per_prompt={s.run.completions_per_prompt}: must be >= 2; '
+      'an advantage is relative to the other completions of a prompt.'
+    )
+  s.sampling_params(())
+  if s.sampling.temperature == 0:
+    raise ValueError(
+      'sampling.temperature=0: greedy completions of a prompt are all the '
+      'same and teach nothing; set it > 0 (evaluation may be greedy).'
+    )
+  needed = s.prompts.max_prompt_tokens + s.sampling.max_tokens
+  if s.learner.row_tokens < needed:
+    raise ValueError(
+      f'learner.row_tokens={s.learner.row_tokens} < '
+      f'prompts.max_prompt_tokens + sampling.max_tokens = {needed}: the '
+      f'longest rollout would not fit; raise row_tokens to at least {needed}.'
+    )
+  if s.model.source and s.model.architecture:
+    raise ValueError(
+      f'model.architecture={dict(s.model.architecture)} beside '
+      f'model.source={s.model.source!r}: sizes come from the source; leave '
+      'architecture empty.'
+    )
+  if not s.model.source and not s.model.tokenizer:
+    raise ValueError(
+      "model.tokenizer='': a model without source needs one, as "
+      "'chars:0123456789+='."
+    )
+  if not s.prompts.train or not s.prompts.heldout:
+    raise ValueError(
+      'prompts.train and prompts.heldout need at least one source each, as '
+      "dict(sums=dict(name='arithmetic'))."
+    )
+  for name in ('every_steps', 'keep'):
+    if getattr(s.checkpoint, name) < 1:
+      raise ValueError(
+        f'checkpoint.{name}={getattr(s.checkpoint, name)}: must be >= 1.'
+      )
+
+
+def _plain(section: Any) -> dict[str, Any]:
+  return section.to_dict() if hasattr(section, 'to_dict') else dict(section)

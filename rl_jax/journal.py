@@ -1,0 +1,365 @@
+"""The account of a run: what it did, where its time and tokens went.
+
+Owns the files of a workdir but the checkpoints: `config.json`,
+`metrics.jsonl`, `rollouts.jsonl`, `tensorboard/`, `summary.json`; prints the
+live line. Knows records and numbers, drives nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from rl_jax.algorithms.base import Selection
+from rl_jax.evaluate import EvalResult
+from rl_jax.metrics import (
+  MetricsWriter,
+  Timeline,
+  TokenLedger,
+  seconds_between,
+)
+from rl_jax.models.base import Params
+from rl_jax.rollout.worker import LANE as GENERATION
+from rl_jax.sync.single_process import Sent
+from rl_jax.types import STATUSES, Group
+
+TRAINING = 'training'
+# A resumed run may change these; anything else would be another run.
+_CHANGEABLE = ('num_steps', 'checkpoint', 'evaluation', 'service')
+_TRUNCATION_ALARM = 0.5
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain')
+
+
+class Journal:
+  """One run's account; `saved` is the `state()` of the run it resumes."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    config: dict[str, Any],
+    saved: Mapping[str, Any] | None,
+  ):
+    """Opens the files of the workdir, or makes them.
+
+    Raises:
+      ValueError: the workdir holds a run of another config.
+    """
+    self.workdir = workdir
+    check_config(workdir, config)
+    saved = saved or {}
+    write_json(workdir / 'config.json', config)
+    self._writer = MetricsWriter(workdir, saved.get('cursor'))
+    self.timeline = Timeline((GENERATION, TRAINING), saved.get('seconds'))
+    self.ledger = TokenLedger.from_state(
+      saved.get('ledger', TokenLedger().state())
+    )
+    self.evaluations: dict[str, Any] = dict(saved.get('evaluations', {}))
+    self.parity: dict[str, float] = {}
+    self._synced = dict(
+      saved.get('synced', {'count': 0, 'bytes': 0, 'seconds': 0.0})
+    )
+    self._since = self.timeline.seconds()
+    self._generated = self.ledger.state()['generated']
+    self._alarmed = False
+
+  def __enter__(self) -> Journal:
+    return self
+
+  def __exit__(self, *exc_info: Any) -> None:
+    self._writer.close()
+
+  def state(self) -> dict[str, Any]:
+    """For a checkpoint; JSON-able."""
+    return {
+      'cursor': self._writer.cursor(),
+      'seconds': self.timeline.seconds(),
+      'ledger': self.ledger.state(),
+      'evaluations': self.evaluations,
+      'synced': self._synced,
+    }
+
+  def say(self, message: str) -> None:
+    print(message, flush=True)
+
+  @contextlib.contextmanager
+  def training(self, state: str) -> Iterator[None]:
+    """Puts the training sub-mesh in `state` meanwhile."""
+    with self.timeline.state(TRAINING, state):
+      yield
+
+  # ---- what happened
+
+  def synced(self, sent: Sent) -> None:
+    self._synced['count'] += 1
+    self._synced['bytes'] += sent.num_bytes
+    self._synced['seconds'] += sent.seconds
+
+  def evaluated(
+    self, name: str, step: int, result: EvalResult, groups: Sequence[Group]
+  ) -> None:
+    self.ledger.consumed(_tokens(groups), 'evaluation')
+    values = result.as_dict()
+    self.evaluations[name] = {'step': step, **values}
+    self._writer.scalars(
+      step, {f'evaluation/{k}': v for k, v in values.items()}
+    )
+    self._writer.text(step, f'evaluation/{name}', _sample_text(groups[0]))
+    self.say(
+      f'evaluation {name}: pass@1 {values["pass_at_1"]:.3f} '
+      f'[{values["low"]:.3f}, {values["high"]:.3f}] on {values["n"]} prompts, '
+      f'{values["truncation_rate"]:.0%} truncated'
+    )
+
+  def gated(self, difference: np.ndarray, groups: Sequence[Group]) -> None:
+    self.ledger.consumed(_tokens(groups), 'gate')
+    self.parity = {
+      'max': float(difference.max()),
+      'mean': float(difference.mean()),
+      'num_tokens': len(difference),
+    }
+    self.say(
+      f'parity of generator and learner: |log-prob difference| max '
+      f'{self.parity["max"]:.2e}, mean {self.parity["mean"]:.2e} over '
+      f'{len(difference)} tokens'
+    )
+
+  def imitated(self, step: int, num_steps: int, metrics: Mapping[str, float]):
+    """An SFT step."""
+    self._writer.scalars(step, {f'sft/{k}': v for k, v in metrics.items()})
+    if (step + 1) % 20 == 0 or step + 1 == num_steps:
+      self.say(f'sft {step + 1}/{num_steps}  loss {metrics["loss"]:.3f}')
+
+  def trained(
+    self,
+    step: int,
+    num_steps: int,
+    groups: Sequence[Group],
+    selection: Selection,
+    metrics: Mapping[str, float],
+  ) -> None:
+    """A learner step, from its rollouts to the sync after it."""
+    self._book(selection)
+    values = rollout_metrics(groups, step)
+    values |= {
+      'groups_with_signal': selection.num_groups,
+      'skipped_update': float(not selection.scored),
+      **{f'excluded/{k}': len(v) for k, v in selection.excluded.items()},
+      **{f'update/{k}': v for k, v in metrics.items()},
+    }
+    values |= self._speed()
+    self._writer.scalars(step, values)
+    self._writer.rollouts(step, groups)
+    self._writer.text(step, 'rollout', _sample_text(groups[0]))
+    self._print_line(step, num_steps, values)
+    self._alarm(values)
+
+  def _book(self, selection: Selection) -> None:
+    self.ledger.consumed(
+      sum(s.rollout.num_completion_tokens for s in selection.scored), 'update'
+    )
+    for reason, rollouts in selection.excluded.items():
+      tokens = sum(r.num_completion_tokens for r in rollouts)
+      if tokens:
+        self.ledger.dropped(tokens, reason)
+
+  def _speed(self) -> dict[str, float]:
+    """Seconds, tokens and utilisation since the last step."""
+    since, self._since = self._since, self.timeline.seconds()
+    spent = seconds_between(since, self._since)
+    wall = sum(spent[TRAINING].values())
+    before, self._generated = self._generated, self.ledger.state()['generated']
+    busy = {
+      GENERATION: spent[GENERATION].get('generate', 0.0),
+      TRAINING: spent[TRAINING].get('update', 0.0),
+    }
+    return {
+      'seconds/step': wall,
+      **{
+        f'seconds/{lane}/{name}': s
+        for lane, states in spent.items()
+        for name, s in states.items()
+      },
+      **{f'utilisation/{lane}': s / max(wall, 1e-9) for lane, s in busy.items()},
+      'tokens_per_second': (self._generated - before) / max(wall, 1e-9),
+    }
+
+  def _print_line(
+    self, step: int, num_steps: int, v: Mapping[str, float]
+  ) -> None:
+    left = (num_steps - step - 1) * v['seconds/step']
+    self.say(
+      f'step {step + 1:>4}/{num_steps}  reward {v["reward"]:.3f}  '
+      f'pass@1 {v["pass_at_1"]:.3f}  len {v["completion_tokens"]:.1f}  '
+      f'{v["tokens_per_second"]:,.0f} tok/s  '
+      f'gen {v["utilisation/generation"]:.0%}  '
+      f'learn {v.get("seconds/training/update", 0.0):.2f}s  '
+      f'eta {datetime.timedelta(seconds=round(left))}'
+      + ('  (no signal: update skipped)' if v['skipped_update'] else '')
+    )
+
+  def _alarm(self, values: Mapping[str, float]) -> None:
+    if values['truncated_frac'] >= _TRUNCATION_ALARM and not self._alarmed:
+      self._alarmed = True
+      self.say(
+        f'WARNING: {values["truncated_frac"]:.0%} of the completions were cut '
+        'at sampling.max_tokens; raise it, or see algorithm.truncated.'
+      )
+
+  # ---- the end
+
+  def summarise(self, params: Params, plan: str) -> dict[str, Any]:
+    """Writes `summary.json`, prints it for people, and returns it."""
+    seconds = self.timeline.seconds()
+    summary = {
+      'evaluation': self.evaluations,
+      'wall_seconds': sum(seconds[TRAINING].values()),
+      'seconds': seconds,
+      'tokens': self.ledger.as_dict(),
+      'parity': self.parity,
+      'sync': self._synced,
+      'params_sha256': digest(params),
+      'mesh': plan,
+      'versions': _versions(),
+      'hardware': _hardware(),
+      'command': sys.argv,
+      'finished': datetime.datetime.now(datetime.UTC).isoformat(),
+    }
+    write_json(self.workdir / 'summary.json', summary)
+    self.say(summary_text(summary, self.workdir))
+    return summary
+
+
+def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+  """What the rollouts of a step look like."""
+  rollouts = [r for g in groups for r in g.rollouts]
+  scored = [r.verdict.score for r in rollouts if r.verdict.scored]
+  lengths = np.array([r.num_completion_tokens for r in rollouts])
+  staleness = [step - g.oldest_version for g in groups]
+  status = [r.verdict.status for r in rollouts]
+  return {
+    'reward': float(np.mean(scored)) if scored else 0.0,
+    'pass_at_1': status.count('pass') / len(status),
+    'completion_tokens': float(lengths.mean()),
+    'completion_tokens_max': float(lengths.max()),
+    'truncated_frac': np.mean([r.finish_reason == 'length' for r in rollouts]),
+    'staleness': float(np.mean(staleness)),
+    'staleness_max': float(max(staleness)),
+    **{f'verdict/{s}': status.count(s) / len(status) for s in STATUSES},
+  }
+
+
+def check_config(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
+  """ValueError if the workdir holds a run that this config cannot resume."""
+  path = workdir / 'config.json'
+  if not path.exists():
+    return
+  old, new = _flat(json.loads(path.read_text())), _flat(_json(config))
+  changed = [
+    f'{key}: {old.get(key)!r} -> {new.get(key)!r}'
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key) != new.get(key) and key.split('.')[0] not in _CHANGEABLE
+  ]
+  if changed:
+    raise ValueError(
+      f'{workdir} holds a run of another config ({"; ".join(changed)}). Use '
+      'another --workdir, or delete this one. A resumed run may change '
+      f'{", ".join(_CHANGEABLE)} only.'
+    )
+
+
+def digest(params: Params) -> str:
+  """SHA-256 of all parameters, in the order of their paths."""
+  sha = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    sha.update(jax.tree_util.keystr(path).encode())
+    sha.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
+  return sha.hexdigest()
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Atomically: a reader sees the old file or the new one."""
+  temporary = path.with_name(f'.{path.name}.{os.getpid()}')
+  temporary.write_text(json.dumps(_json(value), indent=2) + '\n')
+  temporary.replace(path)
+
+
+def summary_text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
+  """The end of a run, for people."""
+  lines = ['', 'evaluation      pass@1   95% interval      prompts']
+  for name, e in summary['evaluation'].items():
+    lines.append(
+      f'{name:<15} {e["pass_at_1"]:.3f}    [{e["low"]:.3f}, {e["high"]:.3f}]'
+      f'    {e["n"]}'
+    )
+  lines.append(f'\nwall time       {summary["wall_seconds"]:.0f} s')
+  for lane, states in summary['seconds'].items():
+    total = max(sum(states.values()), 1e-9)
+    parts = sorted(states.items(), key=lambda x: -x[1])
+    lines.append(
+      f'{lane:<15} '
+      + ', '.join(f'{name} {s / total:.0%}' for name, s in parts)
+    )
+  lines += [
+    f'tokens          {summary["tokens"]}',
+    f'parameters      sha256 {summary["params_sha256"]}',
+    f'checkpoints     {workdir}/checkpoints',
+    f'TensorBoard     tensorboard --logdir {workdir}/tensorboard',
+    f'everything      {workdir}/summary.json',
+  ]
+  return '\n'.join(lines)
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+  return sum(g.num_completion_tokens for g in groups)
+
+
+def _sample_text(group: Group) -> str:
+  """Markdown of a prompt and its first rollouts."""
+  parts = [f'**prompt** ({group.prompt.row})\n\n```\n{group.prompt.text}\n```']
+  for r in group.rollouts[:2]:
+    parts.append(
+      f'**{r.verdict.status} {r.verdict.score:g}** ({r.verdict.reason}; '
+      f'{r.num_completion_tokens} tokens, {r.finish_reason})\n\n'
+      f'```\n{r.text}\n```'
+    )
+  return '\n\n'.join(parts)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  flat = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      flat |= _flat(value, f'{prefix}{key}.')
+    else:
+      flat[f'{prefix}{key}'] = value
+  return flat
+
+
+def _json(value: Any) -> Any:
+  """As it comes back from a file: tuples are lists."""
+  return json.loads(json.dumps(value))
+
+
+def _versions() -> dict[str, str]:
+  found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+  return {'python': platform.python_version(), **found}
+
+
+def _hardware() -> dict[str, Any]:
+  return {
+    'host': platform.machine(),
+    'cpu_cores': os.cpu_count(),
+    'devices': [d.device_kind for d in jax.devices()],
+  }

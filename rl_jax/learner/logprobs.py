@@ -1,0 +1,69 @@
+"""Log-probability and entropy of each token, without [B, T, V] logits.
+
+The one place where predictions are shifted against targets: entry t of every
+result scores tokens[t], predicted from the hidden state at t - 1.
+
+Letters: B rows, T tokens, C tokens of a chunk, D model, V vocab.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rl_jax.models.attention import segment_attention
+from rl_jax.models.base import Model, Params
+
+
+def token_logprobs(
+  model: Model,
+  params: Params,
+  tokens_BT: jax.Array,
+  segment_ids_BT: jax.Array,
+  positions_BT: jax.Array,
+  mask_BT: jax.Array,
+  temperature: float,
+  *,
+  chunk: int,
+  remat: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Under softmax(logits / temperature), where the mask is set.
+
+  Logits exist for `chunk` tokens of each row at a time, and are recomputed
+  in the backward pass. What the mask hides is 0 and has no gradient, even
+  where its hidden states are not finite.
+
+  Returns:
+    (log-probabilities, entropies), [B, T] float32 both.
+  """
+  B, T = tokens_BT.shape
+  hidden_BTD, _ = model.hidden(
+    params,
+    tokens_BT,
+    positions_BT,
+    segment_attention(segment_ids_BT),
+    remat=remat,
+  )
+  previous_BTD = jnp.roll(hidden_BTD, 1, axis=1)  # row start is never masked in
+  wanted_BT = (mask_BT > 0) & (jnp.arange(T) > 0)[None]
+  # Double where: hide what is masked from the head, then its result.
+  previous_BTD = jnp.where(wanted_BT[..., None], previous_BTD, 0.0)
+
+  @jax.checkpoint
+  def score(hidden_BCD, targets_BC):
+    logits = model.logits(params, hidden_BCD) / temperature
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    chosen = jnp.take_along_axis(logprobs, targets_BC[..., None], -1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+  def chunks(x):
+    return jnp.moveaxis(x.reshape(B, T // chunk, chunk, *x.shape[2:]), 1, 0)
+
+  logprobs, entropies = jax.lax.map(
+    lambda c: score(*c), (chunks(previous_BTD), chunks(tokens_BT))
+  )
+  whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T)  # noqa: E731
+  return (
+    jnp.where(wanted_BT, whole(logprobs), 0.0),
+    jnp.where(wanted_BT, whole(entropies), 0.0),
+  )

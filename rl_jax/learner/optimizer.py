@@ -1,0 +1,87 @@
+"""AdamW with warm-up, decay and clipping by global norm, from optax."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Keys of `config.optimizer` (and of `config.sft` for its own phase)."""
+
+  learning_rate: float = 1e-4  # peak
+  warmup_steps: int = 0  # linear, from 0
+  decay: str = 'constant'  # constant | linear | cosine, to the last step
+  final_fraction: float = 0.0  # learning rate at the end, as part of the peak
+  b1: float = 0.9
+  b2: float = 0.95
+  eps: float = 1e-8
+  weight_decay: float = 0.0  # of matrices only
+  max_grad_norm: float = 1.0  # global norm; 0: no clipping
+
+  def __post_init__(self):
+    if self.decay not in ('constant', 'linear', 'cosine'):
+      raise ValueError(
+        f'optimizer.decay={self.decay!r}: must be constant, linear or cosine.'
+      )
+    if self.learning_rate <= 0 or self.max_grad_norm < 0:
+      raise ValueError(
+        f'optimizer.learning_rate={self.learning_rate} must be > 0 and '
+        f'optimizer.max_grad_norm={self.max_grad_norm} >= 0.'
+      )
+
+
+def schedule(config: Config, num_steps: int) -> optax.Schedule:
+  """Learning rate of update 0, 1, ..., num_steps - 1."""
+  warmup = config.warmup_steps
+  if warmup >= num_steps > 0 and warmup > 0:
+    raise ValueError(
+      f'optimizer.warmup_steps={warmup}: must be < the {num_steps} steps of '
+      'the run.'
+    )
+  peak, rest = config.learning_rate, max(num_steps - warmup, 1)
+  after: optax.Schedule = {
+    'constant': lambda: optax.constant_schedule(peak),
+    'linear': lambda: optax.linear_schedule(
+      peak, peak * config.final_fraction, rest
+    ),
+    'cosine': lambda: optax.cosine_decay_schedule(
+      peak, rest, config.final_fraction
+    ),
+  }[config.decay]()
+  if not warmup:
+    return after
+  # The first update already moves: warm-up runs from peak/warmup to peak.
+  ramp = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+  return optax.join_schedules([ramp, after], [warmup])
+
+
+def build(config: Config, num_steps: int) -> optax.GradientTransformation:
+  parts = []
+  if config.max_grad_norm:
+    parts.append(optax.clip_by_global_norm(config.max_grad_norm))
+  parts.append(
+    optax.adamw(
+      schedule(config, num_steps),
+      b1=config.b1,
+      b2=config.b2,
+      eps=config.eps,
+      weight_decay=config.weight_decay,
+      mask=_decayed,
+    )
+  )
+  return optax.chain(*parts)
+
+
+def _decayed(params: Any) -> Any:
+  """True for matrices; norms and biases are not decayed."""
+
+  def decays(path, _):
+    name = path[-1].key
+    return not (name.endswith('norm') or name.endswith('bias'))
+
+  return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,262 @@
+"""The loop.
+
+   prompts --> rollout --> verify --> advantages --> update --> sync
+      ^                                                           |
+      +----------------- policy version + 1 <---------------------+
+
+Synchronous training is this loop with max_staleness=0: the rollout worker's
+thread fills a buffer that admits only what can be consumed in time; this
+thread takes whole groups out of it. `parts.py` builds what is driven here,
+`journal.py` keeps the account, `saving.py` what resume needs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rl_jax import config as configs
+from rl_jax import evaluate, parts, supervised
+from rl_jax.algorithms import base as algorithms
+from rl_jax.journal import Journal
+from rl_jax.learner.learner import TrainState
+from rl_jax.parts import Parts
+from rl_jax.rollout.buffer import GroupBuffer
+from rl_jax.rollout.packing import Item, pack
+from rl_jax.rollout.worker import RolloutWorker
+from rl_jax.saving import Saves, Stopped, rollouts_to_json
+from rl_jax.types import Group, Rollout, TrainBatch
+
+_POLL_SECONDS = 0.5  # how soon a waiting loop sees that it is to stop
+
+
+class ParityError(RuntimeError):
+  """Generator and learner disagree about the same tokens."""
+
+
+def train(
+  config: Mapping[str, Any],
+  workdir: pathlib.Path,
+  stop: threading.Event | None = None,
+) -> dict[str, Any]:
+  """Runs a config to its end, from where `workdir` was left.
+
+  Args:
+    config: as `configs/base.py` has it.
+    workdir: holds everything of the run; a run that was killed is resumed.
+    stop: set it (a signal handler may) to save and end the run.
+
+  Returns:
+    What `summary.json` holds.
+
+  Raises:
+    ValueError: the config, the data or the devices do not fit.
+    ParityError: generator and learner disagree at the start.
+    NonFinite: a loss or a gradient was not finite; names the step.
+    Stopped: `stop` was set, and everything is saved.
+  """
+  stop = stop or threading.Event()
+  # Act 1: all that can be wrong with config, data and devices is said here.
+  s = configs.settings(config)
+  with parts.build(s) as p, Saves(workdir, s.checkpoint) as saves:
+    # Act 2: what an earlier run of this workdir has left.
+    learner, imitator = p.rl_learner(), p.sft_learner()
+    anchored = s.algorithm_config.kl_coef > 0
+    saved = saves.restore('rl', learner.abstract_state())
+    saved_sft = None
+    if saved is None or anchored:
+      saved_sft = saves.restore('sft', imitator.abstract_state())
+    newest = saved or saved_sft
+    account = newest.host['journal'] if newest else None
+    step = saved.step if saved else 0
+    buffer = GroupBuffer(
+      s.run.prompts_per_step, s.run.max_staleness, s.run.num_steps, step
+    )
+    with (
+      Journal(workdir, configs.as_dict(config), account) as journal,
+      p.rollout_worker(buffer, journal.timeline, journal.ledger) as worker,
+    ):
+      journal.say(f'devices         {p.plan.describe()}')
+      if newest:
+        journal.say(f'resumed         {"rl" if saved else "sft"} {newest.step}')
+      if saved:
+        p.stream.set_state(saved.host['stream'])
+        buffer.restore(saved.host['rollouts']['num_admitted'], saved.ready)
+        worker.restart(saved.in_flight)
+        lost = saved.host['rollouts']['unfinished_tokens']
+        journal.ledger.dropped(lost, 'interrupted')
+      # Act 3: where RL starts from.
+      if saved is None or anchored:
+        if saved_sft is None and s.sft.num_steps:
+          _sync(p, p.initial_params(learner), 0, worker, journal)
+          _evaluate(p, 'before_sft', 0, worker, journal)
+        start = supervised.run(p, imitator, saved_sft, saves, journal, stop)
+        if anchored:
+          learner.set_reference(start)
+        state = saved.state if saved else learner.init_state(start)
+      else:
+        state = saved.state
+      # Act 4: the generators get the weights, and must agree with the learner.
+      _sync(p, state.params, step, worker, journal)
+      _gate(p, learner, state, worker, journal)
+      if step == 0:
+        name = 'after_sft' if s.sft.num_steps else 'before_rl'
+        _evaluate(p, name, step, worker, journal)
+      worker.advance(step)
+      # Act 5: the loop.
+      while step < s.run.num_steps:
+        groups = _take(buffer, stop, journal)
+        if groups is None:
+          _save(p, saves, step, state, worker, journal, wait=True)
+          raise Stopped(f'stopped at step {step}; everything is saved')
+        selection = algorithms.select(
+          groups, p.advantages, s.algorithm_config
+        )
+        metrics: dict[str, float] = {}
+        if selection.scored:
+          with journal.training('update'):
+            batch = _batch(selection, s)
+            state, metrics = learner.update(state, batch, step)
+        _sync(p, state.params, step + 1, worker, journal)
+        journal.trained(
+          step, s.run.num_steps, groups, selection, metrics
+        )
+        worker.balance()
+        step += 1
+        if s.evaluation.is_due(step) and step < s.run.num_steps:
+          _evaluate(p, f'step_{step}', step, worker, journal)
+        if saves.is_due(step):
+          _save(p, saves, step, state, worker, journal)
+        worker.advance(step)
+      # Act 6: what came of it.
+      _evaluate(p, 'after_rl', step, worker, journal)
+      _save(p, saves, step, state, worker, journal, wait=True)
+      return journal.summarise(state.params, p.plan.describe())
+
+
+def _take(
+  buffer: GroupBuffer, stop: threading.Event, journal: Journal
+) -> list[Group] | None:
+  """The groups of the next step; None if the run is to stop."""
+  with journal.training('wait'):
+    while not stop.is_set():
+      groups = buffer.take(_POLL_SECONDS)
+      if groups is not None:
+        return groups
+  return None
+
+
+def _batch(
+  selection: algorithms.Selection, s: configs.Settings
+) -> TrainBatch:
+  """Rollouts with their advantages and global weights, packed."""
+  lengths = [x.rollout.num_completion_tokens for x in selection.scored]
+  weights = algorithms.token_weights(lengths, s.algorithm_config)
+  return pack(
+    [
+      _item(x.rollout, x.advantage, float(weight))
+      for x, weight in zip(selection.scored, weights, strict=True)
+    ],
+    s.learner.row_tokens,
+  )
+
+
+def _item(rollout: Rollout, advantage: float, weight: float) -> Item:
+  return Item(
+    rollout.tokens,
+    rollout.loss_mask,
+    rollout.behavior_logprobs,
+    rollout.kept_logmass,
+    advantage,
+    weight,
+  )
+
+
+def _sync(
+  p: Parts,
+  params: Any,
+  version: int,
+  worker: RolloutWorker,
+  journal: Journal,
+) -> None:
+  """Gives the generators the parameters of `version`."""
+  with journal.training('sync'):
+    sent = p.sync.send(params, version)
+    acknowledged = worker.load_params(sent.params, version)
+  assert acknowledged == version, (acknowledged, version)
+  journal.synced(sent)
+
+
+def _gate(
+  p: Parts,
+  learner: Any,
+  state: TrainState,
+  worker: RolloutWorker,
+  journal: Journal,
+) -> None:
+  """Refuses to start where generator and learner disagree on real prompts."""
+  gate = p.settings.parity
+  with journal.training('gate'):
+    groups = worker.generate(
+      p.heldout[: gate.num_prompts],
+      p.settings.run.completions_per_prompt,
+      p.sampling,
+      step=0,
+    )
+    rollouts = [r for g in groups for r in g.rollouts]
+    batch = pack(
+      [_item(r, advantage=0.0, weight=0.0) for r in rollouts],
+      p.settings.learner.row_tokens,
+    )
+    ours = learner.logprobs(state.params, batch)
+  mask = batch.loss_mask > 0
+  difference = np.abs(ours - batch.behavior_logprobs)[mask]
+  journal.gated(difference, groups)
+  if not (
+    difference.max() <= gate.max_abs and difference.mean() <= gate.mean_abs
+  ):
+    raise ParityError(
+      f'generator and learner differ by max {difference.max():.2e}, mean '
+      f'{difference.mean():.2e} in log-prob; parity.max_abs={gate.max_abs} '
+      f'and parity.mean_abs={gate.mean_abs}. Training would be off policy '
+      'without knowing. With bfloat16 on either side raise both (2.0 and '
+      '0.02 are usual); in float32 this is a bug.'
+    )
+
+
+def _evaluate(
+  p: Parts, name: str, step: int, worker: RolloutWorker, journal: Journal
+) -> None:
+  """Held-out pass@k by the same path as training."""
+  config = p.settings.evaluation
+  with journal.training('evaluate'):
+    groups = worker.generate(
+      p.heldout, config.samples_per_prompt, config.sampling(p.sampling), step
+    )
+  result = evaluate.summarise(groups, config.ks)
+  journal.evaluated(name, step, result, groups)
+
+
+def _save(
+  p: Parts,
+  saves: Saves,
+  step: int,
+  state: TrainState,
+  worker: RolloutWorker,
+  journal: Journal,
+  wait: bool = False,
+) -> None:
+  with journal.training('checkpoint'):
+    snapshot = worker.snapshot(
+      lambda: {'stream': p.stream.get_state(), 'journal': journal.state()}
+    )
+    host = {
+      'stream': snapshot['stream'],
+      'journal': snapshot['journal'],
+      'rollouts': rollouts_to_json(snapshot),
+    }
+    saves.save('rl', step, state, host, wait=wait)
