@@ -18,7 +18,9 @@ A verifier is a module of this folder (or any import path) with
 Verifier modules import neither JAX nor the rest of rl_jax but `types`. They
 see strings, never arrays. `service.py` runs them: a supervisor process on the
 host, started with `subprocess`, owns the workers, kills them from outside at
-the deadline and replaces them; one poisoned item costs one item.
+the deadline and replaces them; one poisoned item costs one item. Whatever
+`verify` raises is an `error` verdict, never a wrong answer. Completion and
+answer reach it as JSON: any string as it was, tuples as lists.
 
 A minimal plugin, `my_paper/exact.py`, used by `verifier = dict(name=
 'my_paper.exact')`:

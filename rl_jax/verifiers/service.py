@@ -235,7 +235,7 @@ class VerifierService:
 
   def _read(self) -> None:
     """The reader thread: owns the process from its start to its end."""
-    failure = 'it could not be started'
+    failure = f'the supervisor of verifier {self._name!r} did not start.'
     try:
       with self._remote:
         process = self._start_process()

@@ -19,8 +19,9 @@ both as well, should either die by SIGKILL.
   no verdict within the deadline, SIGKILL         `timeout`
   the worker dies (segfault, out of memory)       once more, then `error`
 
-After an `error` or a kill the worker is replaced: whatever it had in memory
-is not trusted with the next item.
+An exception ends the worker, as a kill does, and another takes its place: what
+it had in memory is not trusted with the next item. A job that a worker had not
+begun when it ended goes to the next one and counts as no attempt.
 """
 
 from __future__ import annotations
@@ -188,9 +189,6 @@ class Supervisor:
         continue
       worker.job = None
       self._client.send(message)
-      if message['status'] == 'error':
-        self._replace(worker)
-        return
 
   def _lost(self, worker: _Worker) -> None:
     """A worker ended by itself: its job gets one more attempt."""

@@ -15,6 +15,7 @@ import time
 import jax
 import pytest
 
+from rl_jax import resolve
 from rl_jax.types import Verdict
 from rl_jax.verifiers import service as service_module
 from rl_jax.verifiers import supervisor
@@ -208,6 +209,12 @@ def test_a_hang_is_killed_from_outside():
     assert [service.verify('right', 1).status for _ in range(4)] == ['pass'] * 4
     pid = supervisor_of_this_process()
     assert comes_true(lambda: len(children(pid)) == 2)  # no zombies
+
+
+def test_the_service_is_no_plugin():
+  plugins = resolve.available('verifiers')
+  assert 'math_answer' in plugins
+  assert not {'service', 'supervisor'} & set(plugins)
 
 
 def test_what_a_bad_item_did_to_its_worker_is_gone():

@@ -1,5 +1,6 @@
 """A verifier that does what the completion says, to try the service with."""
 
+import builtins
 import ctypes
 import dataclasses
 import os
@@ -46,7 +47,7 @@ def verify(completion, answer, config):
   if completion == 'print':
     print('x' * (1 << 20), file=sys.stderr)
   if completion == 'spoil':
-    Config.right = 'spoiled'
+    builtins.repr = lambda _: 'spoiled'
     raise RuntimeError('spoiled')
   if completion == 'modules':
     return Verdict('pass', 1.0, ' '.join(sys.modules))
