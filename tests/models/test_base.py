@@ -124,6 +124,7 @@ def test_later_tokens_do_not_change_earlier_logits(model):
   assert (after[:, 7:] != before[:, 7:]).any(axis=-1).all()
 
 
+@pytest.mark.slow
 def test_every_parameter_has_an_effect(model):
   params = _params(model)
 
