@@ -5,7 +5,7 @@ generation: the learner attends within packed segments (below), the generator
 against its pages. Everything else of a block is the same code.
 
 Letters: B rows, T and S tokens, N query heads, K kv heads, G = N / K,
-H head dim, D model, L layers.
+H head dim, D model, L layers, X = G * T.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from rl_jax.models import layers
 Attend = Callable[
   [jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
 ]
+
+
+_HIDDEN = -1e30  # a score whose weight is exactly 0
 
 
 class Attention(nnx.Module):
@@ -89,19 +92,31 @@ def segment_attention(segment_ids_BT: jax.Array) -> Attend:
   """
   T = segment_ids_BT.shape[1]
   same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-  causal_TS = jnp.tril(jnp.ones((T, T), bool))
-  mask_BTS = same_BTS & causal_TS[None]
+  seen_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))[None]
+  bias_BTS = jnp.where(seen_BTS, 0.0, _HIDDEN)
 
-  def attend(q_BTNH, k_BSKH, v_BSKH, cache):
+  def attend(q_BTNH, k_BTKH, v_BTKH, cache):
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
-    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5)
+    K = k_BTKH.shape[2]
+    G = N // K
+    # Heads first and the queries of a kv head together: plain batched
+    # matrix products, twice as fast on CPU as leaving the layout to XLA.
+    q_BTKGH = q_BTNH.reshape(B, T, K, G, H) * (H**-0.5)
+    q_BKXH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(B, K, G * T, H)
+    k_BKSH, v_BKSH = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k_BTKH, v_BTKH))
     scores = jnp.einsum(
-      'BTKGH,BSKH->BKGTS', q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+      'BKXH,BKSH->BKXS', q_BKXH, k_BKSH, preferred_element_type=jnp.float32
     )
-    scores = jnp.where(mask_BTS[:, None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSKH.dtype)
-    out = jnp.einsum('BKGTS,BSKH->BTKGH', weights, v_BSKH)
-    return out.reshape(B, T, N, H), cache
+    scores = scores.reshape(B, K, G, T, T) + bias_BTS[:, None, None]
+    best = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - best)
+    out = jnp.einsum(
+      'BKXS,BKSH->BKXH',
+      weights.reshape(B, K, G * T, T).astype(v_BKSH.dtype),
+      v_BKSH,
+      preferred_element_type=jnp.float32,
+    ).reshape(B, K, G, T, H)
+    out = (out / weights.sum(-1, keepdims=True)).astype(q_BTNH.dtype)
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(B, T, N, H), cache
 
   return attend
