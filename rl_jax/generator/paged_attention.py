@@ -58,6 +58,7 @@ def _attend(
     q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5), 1, 3
   ).astype(keys_PKZH.dtype)
   last = jnp.max(jnp.where(valid_BT, positions_BT, 0))
+  reach_B = jnp.max(positions_BT, axis=1)
 
   def column(c, carry):
     best, total, out = carry
@@ -75,10 +76,16 @@ def _attend(
     new = jnp.maximum(best, jnp.max(scores, -1))
     weights = jnp.exp(scores - new[..., None])
     shrink = jnp.exp(best - new)
+    # A page keeps what its last owner left there, and 0 * nan is nan.
+    values_BKZH = jnp.where(
+      (at_Z[None] <= reach_B[:, None])[:, None, :, None],
+      values_PKZH[pages_B],
+      0,
+    )
     out = out * shrink[..., None] + jnp.einsum(
       'BKGTZ,BKZH->BKGTH',
       weights.astype(values_PKZH.dtype),
-      values_PKZH[pages_B],
+      values_BKZH,
       preferred_element_type=jnp.float32,
     )
     return new, total * shrink + weights.sum(-1), out
