@@ -121,9 +121,12 @@ def _pick(
 ) -> tuple[jax.Array, jax.Array]:
   """First index whose running sum exceeds `target`, and what is left of it."""
   running = jnp.cumsum(weights, axis=-1)
-  index = jnp.sum(running <= target[:, None], axis=-1)
+  # Summed in a tree, a running sum may rise over a weight of 0.
+  hit = (running > target[:, None]) & (weights > 0)
   size = weights.shape[-1]
   last_positive = size - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
-  index = jnp.minimum(index, last_positive)  # rounding at the very end
+  index = jnp.where(  # no hit: rounding at the very end
+    jnp.any(hit, axis=-1), jnp.argmax(hit, axis=-1), last_positive
+  )
   before = jnp.take_along_axis(running - weights, index[:, None], 1)[:, 0]
   return index, jnp.maximum(target - before, 0.0)
