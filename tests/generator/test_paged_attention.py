@@ -1,0 +1,136 @@
+"""Attention against pages equals a dense softmax in float64.
+
+Letters as in the module: B rows, T new tokens, N query heads, K kv heads,
+H head dim, W pages of a row.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rl_jax.generator.paged_attention import attend_pages
+from rl_jax.generator.pages import TRASH_PAGE
+
+H, MAX_LENGTH = 8, 19
+LENGTHS = (13, 1, 19, 4)  # tokens of each row in the end
+
+
+@functools.partial(jax.jit)
+def _attend(table, positions, valid, q, k, v, keys, values):
+  return attend_pages(table, positions, valid)(q, k, v, (keys, values))
+
+
+class Rows:
+  """Sequences with their dense truth, and a pool that they share."""
+
+  def __init__(self, page_size, heads=(4, 2), dtype=np.float32):
+    rng = np.random.default_rng(page_size)
+    N, K = heads
+    B, T, W = len(LENGTHS), MAX_LENGTH, -(-MAX_LENGTH // page_size)
+    self.size = page_size
+    self.q = rng.standard_normal((B, T, N, H)).astype(np.float32)
+    self.k = rng.standard_normal((B, T, K, H)).astype(np.float32)
+    self.v = rng.standard_normal((B, T, K, H)).astype(np.float32)
+    self.want = np.stack(
+      [_dense(q, k, v) for q, k, v in zip(self.q, self.k, self.v)]
+    )
+    num_pages = 3 * B * W + 1
+    order = 1 + rng.permutation(num_pages - 1)
+    self.table = np.zeros((B, W), np.int32)
+    for b, length in enumerate(LENGTHS):
+      used = -(-length // page_size)
+      self.table[b, :used], order = order[:used], order[used:]
+    # What nobody wrote is not a number: it must never be looked at.
+    shape = (num_pages, K, page_size, H)
+    self.cache = (np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype))
+
+  def append(self, start, count, width):
+    """Attends `count[b]` tokens from `start[b]` on; results, rows of lists."""
+    offsets = np.minimum(np.arange(width), np.maximum(count, 1)[:, None] - 1)
+    valid = np.arange(width) < count[:, None]
+    at = start[:, None] + offsets
+    rows = np.arange(len(start))[:, None]
+    q, k, v = (x[rows, at].copy() for x in (self.q, self.k, self.v))
+    for x in (q, k, v):
+      x[~valid] = np.nan  # what is not valid is not to be looked at either
+    out, self.cache = _attend(
+      self.table, at.astype(np.int32), valid, q, k, v, *self.cache
+    )
+    return [np.asarray(out[b, : count[b]]) for b in range(len(start))]
+
+  def check(self, start, count, width, atol=2e-6):
+    for b, got in enumerate(self.append(start, count, width)):
+      want = self.want[b, start[b] : start[b] + count[b]]
+      np.testing.assert_allclose(got, want, atol=atol)
+
+
+def _dense(q_TNH, k_TKH, v_TKH):
+  """Causal attention of one row, head by head, in float64."""
+  T, N, _ = q_TNH.shape
+  q, k, v = (x.astype(np.float64) for x in (q_TNH, k_TKH, v_TKH))
+  out = np.zeros_like(q)
+  for n in range(N):
+    group = n // (N // k.shape[1])
+    for t in range(T):
+      scores = k[: t + 1, group] @ q[t, n] / np.sqrt(H)
+      weights = np.exp(scores - scores.max())
+      out[t, n] = weights @ v[: t + 1, group] / weights.sum()
+  return out
+
+
+ALL = np.array(LENGTHS)
+NONE = np.zeros(len(LENGTHS), int)
+
+
+@pytest.mark.parametrize('heads', [(4, 4), (4, 2), (4, 1)])
+def test_prefill_in_one_piece(heads):
+  Rows(3, heads).check(NONE, ALL, MAX_LENGTH)
+
+
+@pytest.mark.parametrize('page_size', [1, 3, 16])
+def test_prefill_in_chunks_then_decode(page_size):
+  rows = Rows(page_size)
+  prompt = np.array([8, 1, 10, 3])
+  for begin in range(0, 10, 5):
+    rows.check(
+      np.minimum(begin, prompt - 1), np.clip(prompt - begin, 0, 5), width=5
+    )
+  length = prompt
+  while (length < ALL).any():  # rows that are done idle beside the others
+    active = (length < ALL).astype(int)
+    rows.check(np.minimum(length, ALL - 1), active, width=1)
+    length = length + active
+
+
+def test_writes_reach_the_rows_own_places_only():
+  rows = Rows(3)
+  start, count = np.array([2, 0, 7, 0]), np.array([4, 1, 5, 0])
+  rows.cache = tuple(np.zeros_like(x) for x in rows.cache)
+  rows.append(start, count, width=5)
+  for cache, new in zip(rows.cache, (rows.k, rows.v)):
+    want = np.zeros_like(cache)
+    for b in range(len(start)):
+      for t in range(start[b], start[b] + count[b]):
+        want[rows.table[b, t // 3], :, t % 3] = new[b, t]
+    np.testing.assert_array_equal(cache[1:], want[1:])
+    assert np.isnan(cache[TRASH_PAGE]).any()  # where padding went
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+  """Bitwise: the long row makes more columns, which add exact zeros."""
+  rows, alone = Rows(3), Rows(3)
+  beside = rows.append(NONE, ALL, MAX_LENGTH)
+  for b, length in enumerate(LENGTHS):
+    only = np.zeros_like(ALL)
+    only[b] = length
+    got = alone.append(NONE, only, MAX_LENGTH)
+    np.testing.assert_array_equal(got[b], beside[b])
+
+
+def test_bfloat16_pages():
+  rows = Rows(3, dtype=jnp.bfloat16)
+  rows.check(NONE, ALL, MAX_LENGTH, atol=0.03)
+  assert all(cache.dtype == jnp.bfloat16 for cache in rows.cache)
