@@ -44,8 +44,9 @@ def token_logprobs(
     segment_attention(segment_ids_BT),
     remat=remat,
   )
-  previous_BTD = jnp.roll(hidden_BTD, 1, axis=1)  # row start is never masked in
-  wanted_BT = (mask_BT > 0) & (jnp.arange(T) > 0)[None]
+  previous_BTD = jnp.roll(hidden_BTD, 1, axis=1)
+  # Before the first token of a sequence lies another one: no prediction.
+  wanted_BT = (mask_BT > 0) & (positions_BT > 0)
   # Double where: hide what is masked from the head, then its result.
   previous_BTD = jnp.where(wanted_BT[..., None], previous_BTD, 0.0)
 
