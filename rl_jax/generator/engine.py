@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
   kept_logmass: float
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Prefix:
   """A prompt on its way into, or in, the pages. Made by `Engine.start`."""
 

@@ -30,7 +30,7 @@ from rl_jax.types import Completion, FinishReason, Request
 _Age = tuple[int, int]  # (order of submission, sample index)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Sample:
   """A completion in the making."""
 
@@ -56,7 +56,7 @@ class _Sample:
     return None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Work:
   """Samples that wait for one prompt: a group, or one preempted sample."""
 
@@ -75,7 +75,7 @@ class _Work:
     return self.age < other.age
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Held:
   """Work whose prompt holds pages."""
 
