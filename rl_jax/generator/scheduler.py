@@ -245,7 +245,8 @@ class Scheduler:
       if s not in self._running
     ]
     for held in sorted(self._held, key=lambda h: h.age):
-      if not held.prefix.complete:
+      # Making room for an older one may have preempted this one.
+      if held not in self._held or not held.prefix.complete:
         continue
       partial = len(held.prefix.tokens) % self.engine.config.page_size > 0
       if partial and not self._running and not self.engine.pool.num_free:
