@@ -17,8 +17,8 @@ Single-threaded, and a function of its calls only: equal calls, equal results.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import heapq
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ class Scheduler:
     self.tokens_generated = 0  # drawn so far, preempted ones counted once
     self.preemptions = 0
     self._order = 0
-    self._queue: list[_Work] = []
+    self._queue: list[_Work] = []  # oldest first
     self._held: list[_Held] = []
     self._running: dict[int, _Sample] = {}
     self._new_weights: tuple[Any, int] | None = None
@@ -153,7 +153,7 @@ class Scheduler:
     samples = [
       _Sample(request, i, (order, i)) for i in range(request.num_samples)
     ]
-    heapq.heappush(self._queue, _Work(samples))
+    bisect.insort(self._queue, _Work(samples))
 
   def offer_params(self, params: Any, policy_version: int) -> None:
     """New weights, taken when the config's `on_new_weights` allows."""
@@ -185,7 +185,7 @@ class Scheduler:
     if self._new_weights is None:
       return
     policy = self.engine.config.on_new_weights
-    if policy == 'drain' and (self._held or self._running):
+    if policy == 'drain' and (self._held or self._running or self._next()):
       return
     if policy == 'recompute':
       for slot in list(self._running):
@@ -197,12 +197,15 @@ class Scheduler:
     acknowledged = self.engine.load_params(params, version)
     assert acknowledged == version, (acknowledged, version)
 
+  def _next(self) -> _Work | None:
+    """The oldest that may start: while draining, only what has tokens."""
+    draining = self._new_weights is not None
+    ready = (w for w in self._queue if w.samples[0].tokens or not draining)
+    return next(ready, None)
+
   def _admit(self) -> None:
-    if self._new_weights is not None:  # draining
-      return
     config = self.engine.config
-    while self._queue and len(self._held) < config.prefill_rows:
-      work = self._queue[0]
+    while len(self._held) < config.prefill_rows and (work := self._next()):
       tokens = work.tokens()
       # Leave each running slot a page, or the newcomer is preempted at once.
       needed = -(-len(tokens) // config.page_size) + len(self._running)
@@ -214,7 +217,7 @@ class Scheduler:
         )
       except OutOfPages:
         return
-      heapq.heappop(self._queue)
+      self._queue.remove(work)
       self._held.append(_Held(prefix, {s.index: s for s in work.samples}))
 
   def _prefill(self) -> list[Completion]:
@@ -288,7 +291,7 @@ class Scheduler:
   def _preempt_slot(self, slot: int) -> None:
     self.preemptions += 1
     self.engine.free(slot)
-    heapq.heappush(self._queue, _Work([self._running.pop(slot)]))
+    bisect.insort(self._queue, _Work([self._running.pop(slot)]))
 
   def _preempt_held(self, held: _Held) -> None:
     """Back to the queue; samples with tokens of their own go one by one."""
@@ -298,10 +301,10 @@ class Scheduler:
     samples = sorted(held.samples.values(), key=lambda s: s.age)
     fresh = [s for s in samples if not s.tokens]
     if fresh:
-      heapq.heappush(self._queue, _Work(fresh))
+      bisect.insort(self._queue, _Work(fresh))
     for sample in samples:
       if sample.tokens:
-        heapq.heappush(self._queue, _Work([sample]))
+        bisect.insort(self._queue, _Work([sample]))
 
   def _drop_if_empty(self, held: _Held) -> None:
     if not held.samples:
