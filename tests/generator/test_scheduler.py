@@ -1,0 +1,312 @@
+"""What runs when changes no token, loses none and ends."""
+
+import numpy as np
+import pytest
+
+from rl_jax.generator.scheduler import Scheduler
+
+# Pages of the pool: the least that is legal, and a few more.
+PAGES = (16, 17, 21, 30)
+
+
+# ---- tokens do not depend on company
+
+
+def test_mixture_alone_or_in_any_order(lab, plain):
+  engine, requests = lab.engine(), lab.mixture()
+  lab.assert_equal(lab.run(engine, requests[::-1]), plain)
+  one_by_one = {}
+  for request in requests:
+    one_by_one |= lab.run(engine, [request])
+  lab.assert_equal(one_by_one, plain)
+  arrivals = [7, 0, 3, 3, 12, 1, 5, 0]
+  lab.assert_equal(lab.run(engine, requests, arrivals=arrivals), plain)
+
+
+@pytest.mark.parametrize('pages', PAGES)
+def test_preemption_changes_no_token(lab, plain, pages):
+  engine = lab.engine()
+  scheduler = lab.scheduler(engine)
+  results = lab.run(engine, lab.mixture(), scheduler=scheduler, pages=pages)
+  assert scheduler.preemptions > 0 or pages == max(PAGES)
+  lab.assert_equal(results, plain)
+  lab.assert_parity(results)
+
+
+def test_the_same_calls_give_the_same_bits(lab):
+  engine = lab.engine()
+  first, second = (
+    lab.run(engine, lab.mixture(), pages=PAGES[0], arrivals=list(range(8)))
+    for _ in range(2)
+  )
+  for key, completion in first.items():
+    np.testing.assert_array_equal(
+      completion.behavior_logprobs, second[key].behavior_logprobs
+    )
+
+
+# ---- budgets and stops
+
+
+def _tokens(results):
+  return [c.tokens.tolist() for c in results.values()]
+
+
+def test_max_tokens_of_one(lab):
+  request = lab.request(3, num_samples=6, max_tokens=1)
+  results = lab.run(lab.engine(), [request])
+  assert [len(t) for t in _tokens(results)] == [1] * 6
+  assert {c.finish_reason for c in results.values()} == {'length'}
+
+
+def test_longest_request_fills_the_last_position(lab):
+  request = lab.request(3, length=20, max_tokens=12, temperature=0)
+  (tokens,) = _tokens(lab.run(lab.engine(), [request]))
+  assert len(tokens) == 12
+
+
+def test_stop_token_at_each_place(lab):
+  """The first, one within a dispatch, and the last that the budget allows."""
+  engine, options = lab.engine(), {'length': 3, 'temperature': 0.9}
+  (free,) = _tokens(lab.run(engine, [lab.request(5, **options)]))
+  for place in range(len(free)):
+    stops = (free[place],)
+    wanted = free[: free.index(free[place]) + 1]
+    request = lab.request(5, stop_ids=stops, max_tokens=place + 1, **options)
+    (completion,) = lab.run(engine, [request]).values()
+    assert completion.tokens.tolist() == wanted
+    assert completion.finish_reason == 'stop'
+
+
+def test_any_of_several_stop_ids_stops(lab):
+  engine = lab.engine()
+  (free,) = _tokens(lab.run(engine, [lab.request(5)]))
+  missing = [t for t in range(64) if t not in free]
+  for slot in range(3):
+    stops = missing[:3]
+    stops[slot] = free[4]
+    request = lab.request(5, stop_ids=tuple(stops))
+    (tokens,) = _tokens(lab.run(engine, [request]))
+    assert tokens == free[: free.index(free[4]) + 1]
+
+
+def test_a_stop_id_in_the_prompt_or_in_padding_stops_nothing(lab):
+  """0 pads prompts and empty slots inside the engine."""
+  engine = lab.engine()
+  options = {'tokens': [0, 7, 0, 0], 'num_samples': 3, 'temperature': 1.5}
+  free = _tokens(lab.run(engine, [lab.request(6, **options)]))
+  stopped = lab.run(engine, [lab.request(6, stop_ids=(0,), **options)])
+  for tokens, want in zip(_tokens(stopped), free):
+    end = want.index(0) + 1 if 0 in want else len(want)
+    assert tokens == want[:end]
+
+
+# ---- requests that cannot run
+
+
+def test_requests_that_can_never_run_are_refused(lab):
+  scheduler = lab.scheduler(lab.engine())
+  with pytest.raises(ValueError, match=r'18 tokens .*=15 = 33.*32'):
+    scheduler.submit(lab.request(0, length=18))
+  with pytest.raises(ValueError, match='prompt of at least one token'):
+    scheduler.submit(lab.request(0, length=0))
+  with pytest.raises(ValueError, match='num_samples >= 1, got 0'):
+    scheduler.submit(lab.request(0, num_samples=0))
+  with pytest.raises(ValueError, match=r'4 stop ids.*at most 3'):
+    scheduler.submit(lab.request(0, stop_ids=(1, 2, 3, 4)))
+  assert scheduler.idle
+
+
+# ---- pages run out
+
+
+def test_work_preempted_while_slots_are_filled_is_not_inserted(lab):
+  """Two prompts of 8 pages fill the pool of 16; each needs a page more."""
+  engine = lab.engine()
+  requests = [lab.request(i, length=29, max_tokens=3) for i in range(2)]
+  wanted = lab.run(engine, requests)
+  scheduler = lab.scheduler(engine)
+  results = lab.run(engine, requests, scheduler=scheduler, pages=16)
+  assert scheduler.preemptions == 1
+  lab.assert_equal(results, wanted)
+
+
+def test_preempted_samples_of_one_prompt_wait_side_by_side(lab):
+  """They share their request, and one may end before an older one."""
+  engine = lab.engine()
+  request = lab.request(1, length=13, num_samples=6)
+  wanted = lab.run(engine, [request])
+  for pages in range(16, 20):
+    scheduler = lab.scheduler(engine)
+    results = lab.run(engine, [request], scheduler=scheduler, pages=pages)
+    assert scheduler.preemptions > 0 or pages > 16
+    lab.assert_equal(results, wanted)
+
+
+def _check_pages(scheduler):
+  """Each page has as many owners as it counts, and one where it is written."""
+  engine = scheduler.engine
+  holders = [h.prefix.pages for h in scheduler._held]
+  holders += [engine._pages[slot] for slot in scheduler._running]
+  owned = np.bincount(
+    [page for pages in holders for page in pages], minlength=engine.num_pages
+  )
+  hoarded = (engine.pool._counts > 0) & (owned == 0)
+  np.testing.assert_array_equal(engine.pool._counts - hoarded, owned)
+  for slot in scheduler._running:
+    first = engine._slots.position[slot] // engine.config.page_size
+    assert (owned[engine._pages[slot][first:]] == 1).all()
+  return int(hoarded.sum())
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_random_traffic(lab, seed):
+  """Every sample comes back once, with the tokens that it has alone."""
+  rng = np.random.default_rng(seed)
+  engine, requests, arrivals = lab.engine(), [], []
+  for prompt_id in range(14):
+    length = int(rng.integers(1, 30))
+    requests.append(
+      lab.request(
+        prompt_id,
+        length,
+        num_samples=int(rng.integers(1, 7)),
+        max_tokens=int(rng.integers(1, min(33 - length, 16))),
+        temperature=float(rng.choice([0.0, 0.8, 1.0])),
+        stop_ids=tuple(int(i) for i in rng.integers(0, 64, rng.integers(4))),
+      )
+    )
+    arrivals.append(int(rng.integers(0, 25)))
+  wanted = lab.run(engine, requests)
+  pages = int(rng.choice(PAGES[:3]))
+  hoarded = set()
+  results = lab.run(
+    engine,
+    requests,
+    pages=pages,
+    arrivals=arrivals,
+    before_step=lambda scheduler, _: hoarded.add(_check_pages(scheduler)),
+  )
+  assert hoarded == {engine.num_pages - 1 - pages}
+  lab.assert_equal(results, wanted)
+
+
+def test_the_oldest_is_never_held_up(lab):
+  """Younger requests in the smallest pool cost the oldest no step.
+
+  12 tokens are prefilled in 4 steps, of which the last also decodes 4 tokens
+  after the first one; 15 more take 4 steps.
+  """
+  engine = lab.engine()
+  scheduler = lab.scheduler(engine)
+  old = lab.request(0, length=12, max_tokens=20)
+  scheduler.submit(old)
+  hoard = engine.pool.allocate(engine.pool.num_free - 16)
+  ended, steps = [], 0
+  while not scheduler.idle:
+    if steps < 20:
+      scheduler.submit(lab.request(1 + steps, length=11, num_samples=2))
+    steps += 1
+    assert steps < 500
+    ended += [(c.request.prompt.prompt_id, steps) for c in scheduler.step()]
+  engine.pool.release(hoard)
+  assert scheduler.preemptions > 0
+  assert (0, 8) in ended
+  # The others end about in the order they came: none starves.
+  order = [prompt_id for prompt_id, _ in ended]
+  assert len(order) == 1 + 2 * 20
+  for place, prompt_id in enumerate(order):
+    assert abs(place - 2 * prompt_id) <= 8
+
+
+# ---- the ledger
+
+
+def test_tokens_in_flight_and_generated(lab):
+  """Preemption neither loses tokens nor counts them twice."""
+  engine = lab.engine()
+  scheduler = lab.scheduler(engine)
+  returned = []
+
+  def before_step(scheduler, _):
+    in_flight = scheduler.tokens_generated - sum(returned)
+    assert scheduler.tokens_in_flight == in_flight
+
+  step = scheduler.step
+
+  def counted():
+    done = step()
+    returned.extend(len(c.tokens) for c in done)
+    return done
+
+  scheduler.step = counted
+  lab.run(
+    engine,
+    lab.mixture(),
+    scheduler=scheduler,
+    pages=16,
+    before_step=before_step,
+  )
+  assert scheduler.preemptions > 0
+
+
+# ---- new weights
+
+
+def test_drain_waits_for_what_was_preempted(lab):
+  """A preempted rollout holds no page, but has tokens of the old weights."""
+  engine = lab.engine(on_new_weights='drain')
+  scheduler = lab.scheduler(engine)
+  requests = [lab.request(i, length=13, num_samples=3) for i in range(3)]
+  offered = []
+
+  def before_step(scheduler, _):
+    preempted = any(w.samples[0].tokens for w in scheduler._queue)
+    if preempted and not offered:
+      scheduler.offer_params(lab.weights(engine, 1), 1)
+      offered.append(scheduler.tokens_in_flight)
+    if offered and scheduler.awaits_params:
+      assert scheduler.policy_version == 0
+      assert not scheduler.idle
+
+  results = lab.run(
+    engine, requests, scheduler=scheduler, pages=16, before_step=before_step
+  )
+  assert offered
+  assert scheduler.policy_version == 1
+  versions = [set(c.policy_versions) for c in results.values()]
+  assert all(len(v) == 1 for v in versions)
+  assert {0} in versions
+  assert {1} in versions
+
+
+def test_drain_admits_nothing_new_and_takes_the_latest_weights(lab):
+  engine = lab.engine(on_new_weights='drain')
+  scheduler = lab.scheduler(engine)
+  first, late = lab.request(0), lab.request(1)
+
+  def before_step(scheduler, n):
+    if n == 3:
+      for seed in (1, 2):
+        scheduler.offer_params(lab.weights(engine, seed), seed)
+        assert scheduler.awaits_params
+
+  results = lab.run(
+    engine,
+    [first, late],
+    scheduler=scheduler,
+    arrivals=[0, 3],
+    before_step=before_step,
+  )
+  assert set(results[0, 0, 0].policy_versions) == {0}
+  assert set(results[0, 1, 0].policy_versions) == {2}
+
+
+@pytest.mark.parametrize('policy', ['keep', 'recompute', 'drain'])
+def test_an_idle_engine_takes_weights_at_once(lab, policy):
+  engine = lab.engine(on_new_weights=policy)
+  scheduler = Scheduler(engine)
+  scheduler.offer_params(lab.weights(engine, 0), 7)
+  assert scheduler.policy_version == 7
+  assert not scheduler.awaits_params
+  assert scheduler.idle
