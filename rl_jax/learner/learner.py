@@ -224,7 +224,7 @@ class Learner:
       for k, v in totals.items()
     }
     metrics |= {f'{k}_max': v for k, v in maxima.items()}
-    metrics['grad_norm'] = optax.global_norm(grads)
+    metrics['grad_norm'] = optax.tree.norm(grads)
     return TrainState(params, opt_state), metrics
 
   def _score_program(self, params, micro: TrainBatch):
@@ -274,9 +274,10 @@ class Learner:
       )
       self._zeros = jax.jit(
         lambda: (
-          jax.tree.map(lambda x: jnp.zeros(x.shape), shapes),
-          jax.tree.map(lambda x: jnp.zeros(x.shape), totals),
-          jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf), maxima),
+          jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+          jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), totals),
+          # With a dtype: weakly typed, it would compile the program twice.
+          jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima),
         ),
         out_shardings=(
           self.param_shardings,
