@@ -134,25 +134,34 @@ def settings(config: Mapping[str, Any]) -> Settings:
   legal = [*_SECTIONS, *_PLUGINS]
   for name in sections:
     if name not in legal:
-      raise ValueError(resolve.unknown_key(name, '', legal, sections))
+      raise ValueError(resolve.unknown_key(name, '', legal))
   for name in _PLUGINS:
     if not isinstance(sections.get(name, {}).get('name'), str):
       raise ValueError(f"{name}.name is missing, as in dict(name='...').")
   top = {k: v for k, v in config.items() if k not in sections}
   algorithm = resolve.plugin('algorithms', sections['algorithm']['name'])
   verifier = resolve.plugin('verifiers', sections['verifier']['name'])
-  resolve.settings(verifier.Config, sections['verifier'], 'verifier', sections)
+  given = {'': top, **sections}
+  classes = {
+    '': Run,
+    'algorithm': algorithm.Config,
+    'verifier': verifier.Config,
+    **_SECTIONS,
+  }
+  keys = {
+    name: [field.name for field in dataclasses.fields(cls)]
+    for name, cls in classes.items()
+  }
+  resolved = {
+    name: resolve.settings(cls, given.get(name, {}), name, keys)
+    for name, cls in classes.items()
+  }
   result = Settings(
-    run=resolve.settings(Run, top, '', sections),
+    run=resolved[''],
     verifier=_plain(sections['verifier']),
     algorithm=algorithm,
-    algorithm_config=resolve.settings(
-      algorithm.Config, sections['algorithm'], 'algorithm', sections
-    ),
-    **{
-      name: resolve.settings(cls, sections.get(name, {}), name, sections)
-      for name, cls in _SECTIONS.items()
-    },
+    algorithm_config=resolved['algorithm'],
+    **{name: resolved[name] for name in _SECTIONS},
   )
   _check(result)
   return result
@@ -191,11 +200,18 @@ def as_dict(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(s: Settings) -> None:
-  if s.run.num_steps < 0 or s.run.prompts_per_step < 1:
-    raise ValueError(
-      f'num_steps={s.run.num_steps} must be >= 0 and '
-      f'prompts_per_step={s.run.prompts_per_step} >= 1.'
-    )
+  for name, value, low in (
+    ('num_steps', s.run.num_steps, 0),
+    ('prompts_per_step', s.run.prompts_per_step, 1),
+    ('max_staleness', s.run.max_staleness, 0),
+    ('sft.num_steps', s.sft.num_steps, 0),
+    ('sft.examples_per_step', s.sft.examples_per_step, 1),
+    ('parity.num_prompts', s.parity.num_prompts, 1),
+    ('checkpoint.every_steps', s.checkpoint.every_steps, 1),
+    ('checkpoint.keep', s.checkpoint.keep, 1),
+  ):
+    if value < low:
+      raise ValueError(f'{name}={value}: must be >= {low}.')
   if s.run.completions_per_prompt < 2:
     raise ValueError(
       f'completions_per_prompt={s.run.completions_per_prompt}: must be >= 2; '
@@ -230,11 +246,6 @@ def _check(s: Settings) -> None:
       'prompts.train and prompts.heldout need at least one source each, as '
       "dict(sums=dict(name='arithmetic'))."
     )
-  for name in ('every_steps', 'keep'):
-    if getattr(s.checkpoint, name) < 1:
-      raise ValueError(
-        f'checkpoint.{name}={getattr(s.checkpoint, name)}: must be >= 1.'
-      )
 
 
 def _plain(section: Any) -> dict[str, Any]:

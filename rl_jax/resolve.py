@@ -13,25 +13,28 @@ import dataclasses
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 T = TypeVar('T')
 
 # Keys that used to exist: 'section.key' -> what to write instead.
 RETIRED: dict[str, str] = {}
+# Kinds of values that are checked; anything else is the section's business.
+_KINDS = (bool, int, float, str, tuple, Mapping)
 
 
 def plugin(folder: str, name: str) -> ModuleType:
   """The module `rl_jax.<folder>.<name>`, or `name` itself if it has a dot.
 
   Raises:
-    ValueError: no such module; the message lists those that exist.
+    ValueError: no such module, or one that is no plugin; the message lists
+      those that exist.
   """
   path = name if '.' in name else f'rl_jax.{folder}.{name}'
   try:
-    return importlib.import_module(path)
+    module = importlib.import_module(path)
   except ModuleNotFoundError as e:
     if e.name is None or not (path == e.name or path.startswith(e.name + '.')):
       raise  # the plugin exists, something that it imports does not
@@ -39,27 +42,46 @@ def plugin(folder: str, name: str) -> ModuleType:
     close = difflib.get_close_matches(name, legal, n=1)
     hint = f' Did you mean {close[0]!r}?' if close else ''
     raise ValueError(
-      f'{folder}: there is no {name!r}.{hint} Legal: {", ".join(legal)}, or '
-      "a dotted import path of your own such as 'my_paper.mine'."
+      f'{folder}: there is no {name!r}.{hint} {_legal(folder)}'
     ) from e
+  function = _package(folder).PLUGIN
+  if not hasattr(module, function):
+    raise ValueError(
+      f'{folder}: {name!r} is no plugin: the module has no function '
+      f'`{function}`. {_legal(folder)}'
+    )
+  return module
 
 
 def available(folder: str) -> list[str]:
-  """Names of the plugins of a folder: its modules that have a `Config`."""
-  package = importlib.import_module(f'rl_jax.{folder}')
+  """Names of a folder's plugins: modules with the function it names."""
+  package = _package(folder)
   names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
   return [
-    n
-    for n in names
-    if hasattr(importlib.import_module(f'rl_jax.{folder}.{n}'), 'Config')
+    name
+    for name in names
+    if hasattr(
+      importlib.import_module(f'rl_jax.{folder}.{name}'), package.PLUGIN
+    )
   ]
+
+
+def _package(folder: str) -> ModuleType:
+  return importlib.import_module(f'rl_jax.{folder}')
+
+
+def _legal(folder: str) -> str:
+  return (
+    f'Legal: {", ".join(available(folder))}, or a dotted import path of your '
+    "own such as 'my_paper.mine'."
+  )
 
 
 def settings(
   cls: type[T],
   section: Mapping[str, Any],
   where: str,
-  elsewhere: Mapping[str, Any] | None = None,
+  elsewhere: Mapping[str, Collection[str]] | None = None,
 ) -> T:
   """Builds the dataclass `cls` from a config section, strictly.
 
@@ -67,12 +89,14 @@ def settings(
     cls: a dataclass; fields without default are required.
     section: the section's keys and values; `name` of a plugin is left out.
     where: the section's name, for messages, as 'algorithm'.
-    elsewhere: the whole config, searched for where a stray key belongs.
+    elsewhere: legal keys by section ('' for the top of the config), searched
+      for where a stray key belongs.
 
   Raises:
     ValueError: unknown, retired or missing key, or value of a wrong type.
   """
   fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+  hints = get_type_hints(cls)
   values = {}
   prefix = f'{where}.' if where else ''
   for key, value in section.items():
@@ -84,7 +108,7 @@ def settings(
       )
     if key not in fields:
       raise ValueError(unknown_key(key, where, list(fields), elsewhere))
-    values[key] = _checked(value, fields[key], f'{prefix}{key}')
+    values[key] = _checked(value, hints[key], f'{prefix}{key}')
   missing = [
     n
     for n, f in fields.items()
@@ -104,37 +128,36 @@ def unknown_key(
   key: str,
   where: str,
   legal: list[str],
-  elsewhere: Mapping[str, Any] | None = None,
+  elsewhere: Mapping[str, Collection[str]] | None = None,
 ) -> str:
-  """The message for a key that `where` does not have."""
+  """The message for a key that `where` does not have; see `settings`."""
   prefix = f'{where}.' if where else ''
   message = f'{prefix}{key} is not a key. '
   homes = [
-    f'{name}.{key}'
-    for name, section in (elsewhere or {}).items()
-    if name != where and isinstance(section, Mapping) and key in section
+    f'{name}.{key}'.removeprefix('.')
+    for name, keys in (elsewhere or {}).items()
+    if name != where and key in keys
   ]
   close = difflib.get_close_matches(key, legal, n=1)
   if homes:
-    message += f'Did you mean {homes[0]}? '
+    message += f'Did you mean {" or ".join(homes)}? '
   elif close:
     message += f'Did you mean {prefix}{close[0]}? '
   return message + f'Legal: {", ".join(sorted(legal))}.'
 
 
-def _checked(value: Any, field: dataclasses.Field, where: str) -> Any:
-  """`value` in the type of the field's default, or a ValueError."""
+def _checked(value: Any, hint: Any, where: str) -> Any:
+  """`value` as the field's annotation has it, or a ValueError."""
   if hasattr(value, 'to_dict'):
     value = value.to_dict()
-  if field.default is dataclasses.MISSING:
+  kind = get_origin(hint) or hint
+  if kind not in _KINDS:
     return value
-  kind = type(field.default)
-  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+  if kind is float and type(value) is int:
     return float(value)
   if kind is tuple and isinstance(value, list):
     return tuple(value)
-  if type(value) is not kind:
-    raise ValueError(
-      f'{where}={value!r}: must be {kind.__name__}, as {field.default!r}.'
-    )
-  return value
+  # To Python a bool is an int; to a config it is not.
+  if isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+    return value
+  raise ValueError(f'{where}={value!r}: must be {kind.__name__}.')

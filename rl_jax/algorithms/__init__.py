@@ -33,3 +33,5 @@ A minimal plugin, `my_paper/mine.py`, used by `algorithm = dict(name=
   def loss(inputs, config):
     return -inputs.advantages * inputs.logprobs, {}
 """
+
+PLUGIN = 'loss'  # the function that makes a module a plugin, see resolve

@@ -29,3 +29,5 @@ A minimal family is a variant of another; `my_paper/wide_heads.py`, used by
   def from_hf(hf):
     return dataclasses.replace(llama.from_hf(hf), head_dim=hf['wide_head'])
 """
+
+PLUGIN = 'from_hf'  # the function that makes a module a plugin, see resolve

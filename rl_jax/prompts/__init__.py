@@ -34,3 +34,5 @@ dict(name='my_paper.echo', num_rows=10))`:
   def rows(config):
     return [Row(f'Say {i}', str(i)) for i in range(config.num_rows)]
 """
+
+PLUGIN = 'rows'  # the function that makes a module a plugin, see resolve

@@ -235,11 +235,6 @@ def _rows(entry: Mapping[str, Any], where: str) -> Sequence[Row]:
   if 'name' not in entry:
     raise ValueError(f'{where}: has no name; set it to the name of a source.')
   source = resolve.plugin('prompts', entry['name'])
-  if not hasattr(source, 'rows'):
-    raise ValueError(
-      f'{where}.name={entry["name"]!r}: is no source of prompts: the module '
-      'has no function `rows`.'
-    )
   return source.rows(resolve.settings(source.Config, entry, where))
 
 

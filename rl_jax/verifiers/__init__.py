@@ -44,3 +44,5 @@ A minimal plugin, `my_paper/exact.py`, used by `verifier = dict(name=
   def examples(answer, config):
     return {'gold': answer, 'empty': '', 'wrong': answer + '0'}
 """
+
+PLUGIN = 'verify'  # the function that makes a module a plugin, see resolve

@@ -306,7 +306,7 @@ def test_zero_is_an_answer(monkeypatch):
     ({}, 'names no source'),
     ({'a': {}}, 'prompts.train.a: has no name'),
     ({'a': {'name': 'arithmetics'}}, "Did you mean 'arithmetic'?"),
-    ({'a': {'name': 'base'}}, 'is no source of prompts'),
+    ({'a': {'name': 'base'}}, "'base' is no plugin"),
     (
       {'a': {'name': 'arithmetic', 'max_digit': 2}},
       'Did you mean prompts.train.a.max_digits?',

@@ -173,6 +173,7 @@ def test_a_verifier_that_imports_jax_is_refused(tmp_path, monkeypatch):
   (tmp_path / 'their_paper' / 'heavy.py').write_text(
     'import dataclasses\nimport jax\n'
     '@dataclasses.dataclass(frozen=True)\nclass Config:\n  pass\n'
+    'def verify(completion, answer, config):\n  pass\n'
   )
   monkeypatch.syspath_prepend(str(tmp_path))
   with pytest.raises(RuntimeError, match=r"'their_paper.heavy' imports JAX"):
