@@ -73,7 +73,8 @@ class GroupBuffer:
 
   def put(self, index: int, group: Group) -> None:
     with self._changed:
-      assert index not in self._groups and index < self._admitted, index
+      assert self._step * self._n <= index < self._admitted, index
+      assert index not in self._groups, index
       self._groups[index] = group
       self._changed.notify_all()
 
@@ -94,6 +95,7 @@ class GroupBuffer:
     Raises:
       The error of a failed producer.
     """
+    assert self._step < self._num_steps, 'nothing is admitted for this step'
     wanted = range(self._step * self._n, (self._step + 1) * self._n)
 
     def complete():

@@ -51,7 +51,9 @@ class Generator(Protocol):
   @property
   def policy_version(self) -> int: ...
   def submit(self, request: Request) -> None: ...
-  def offer_params(self, params: Any, policy_version: int) -> None: ...
+  def offer_params(self, params: Any, policy_version: int) -> None:
+    """The first are taken at once; later ones may wait for some steps."""
+
   def step(self) -> list[Completion]: ...
 
 
@@ -71,7 +73,8 @@ class _Open:
   request: Request
   deliver: Callable[[Group], None]
   rollouts: dict[int, Rollout] = dataclasses.field(default_factory=dict)
-  num_tokens: int = 0  # of completions that have left the scheduler
+  num_returned: int = 0  # completions that have left the scheduler
+  num_tokens: int = 0  # of those
 
 
 class RolloutWorker:
@@ -202,9 +205,11 @@ class RolloutWorker:
     return self._in_flight + sum(w.num_tokens for w in self._open.values())
 
   def _wait(self, done: Callable[[], bool]) -> None:
-    self._wake.wait_for(lambda: self._failure is not None or done())
+    self._wake.wait_for(lambda: self._stopping or done())
     if self._failure is not None:
       raise self._failure
+    if not done():
+      raise RuntimeError('the rollout worker was ended; nothing will come.')
 
   # ---- the worker's thread
 
@@ -214,6 +219,7 @@ class RolloutWorker:
         self._take_weights()
         self._admit()
         if self._loaded < 0 or all(g.idle for g in self._generators):
+          self._check_returned()
           self._rest()
           continue
         with self._timeline.state(LANE, 'generate'):
@@ -231,9 +237,11 @@ class RolloutWorker:
         for generator, tree in zip(self._generators, params, strict=True):
           generator.offer_params(tree, version)
     with self._wake:
-      if self._offered is None or any(
+      # Newer ones may have come since the look above.
+      pending = self._weights is not None or any(
         g.awaits_params for g in self._generators
-      ):
+      )
+      if self._offered is None or pending:
         return
       versions = {g.policy_version for g in self._generators}
       assert versions == {self._offered}, (versions, self._offered)
@@ -270,6 +278,20 @@ class RolloutWorker:
     generator = self._generators[key[1] % len(self._generators)]
     generator.submit(dataclasses.replace(request, key=key))
 
+  def _check_returned(self) -> None:
+    """RuntimeError if generators that are idle owe completions."""
+    if self._loaded < 0:  # they have not begun
+      return
+    with self._wake:
+      for (_, index), work in self._open.items():
+        if work.num_returned < work.request.num_samples:
+          engine = index % len(self._generators)
+          raise RuntimeError(
+            f'generator {engine} is idle, but returned {work.num_returned} of '
+            f'{work.request.num_samples} completions of prompt '
+            f'{work.request.prompt.prompt_id} ({work.request.prompt.row}).'
+          )
+
   def _rest(self) -> None:
     with self._wake:
       self._wake.wait_for(
@@ -288,8 +310,9 @@ class RolloutWorker:
       self._generated = generated
       self._in_flight = sum(g.tokens_in_flight for g in self._generators)
       for completion in completions:
-        key = completion.request.key
-        self._open[key].num_tokens += len(completion.tokens)
+        work = self._open[completion.request.key]
+        work.num_returned += 1
+        work.num_tokens += len(completion.tokens)
     for completion in completions:
       self._verify(completion)
 
@@ -299,9 +322,7 @@ class RolloutWorker:
       tokens = tokens[:-1]
     text = self._job.decode(tokens)
     future = self._job.verify(text, completion.request.prompt.answer)
-    future.add_done_callback(
-      lambda f: self._verified(completion, text, f)
-    )
+    future.add_done_callback(lambda f: self._verified(completion, text, f))
 
   # ---- the verifier's thread
 
