@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -59,8 +60,8 @@ class Journal:
     self.workdir = workdir
     check_config(workdir, config)
     saved = saved or {}
-    write_json(workdir / 'config.json', config)
     self._writer = MetricsWriter(workdir, saved.get('cursor'))
+    write_json(workdir / 'config.json', config)
     self.timeline = Timeline((GENERATION, TRAINING), saved.get('seconds'))
     self.ledger = TokenLedger.from_state(
       saved.get('ledger', TokenLedger().state())
@@ -191,7 +192,9 @@ class Journal:
         for lane, states in spent.items()
         for name, s in states.items()
       },
-      **{f'utilisation/{lane}': s / max(wall, 1e-9) for lane, s in busy.items()},
+      **{
+        f'utilisation/{lane}': s / max(wall, 1e-9) for lane, s in busy.items()
+      },
       'tokens_per_second': (self._generated - before) / max(wall, 1e-9),
     }
 
@@ -253,7 +256,9 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     'pass_at_1': status.count('pass') / len(status),
     'completion_tokens': float(lengths.mean()),
     'completion_tokens_max': float(lengths.max()),
-    'truncated_frac': np.mean([r.finish_reason == 'length' for r in rollouts]),
+    'truncated_frac': float(
+      np.mean([r.finish_reason == 'length' for r in rollouts])
+    ),
     'staleness': float(np.mean(staleness)),
     'staleness_max': float(max(staleness)),
     **{f'verdict/{s}': status.count(s) / len(status) for s in STATUSES},
@@ -291,7 +296,8 @@ def digest(params: Params) -> str:
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Atomically: a reader sees the old file or the new one."""
   temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-  temporary.write_text(json.dumps(_json(value), indent=2) + '\n')
+  text = json.dumps(_json(value), indent=2, allow_nan=False)
+  temporary.write_text(text + '\n')
   temporary.replace(path)
 
 
@@ -308,8 +314,7 @@ def summary_text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
     total = max(sum(states.values()), 1e-9)
     parts = sorted(states.items(), key=lambda x: -x[1])
     lines.append(
-      f'{lane:<15} '
-      + ', '.join(f'{name} {s / total:.0%}' for name, s in parts)
+      f'{lane:<15} ' + ', '.join(f'{name} {s / total:.0%}' for name, s in parts)
     )
   lines += [
     f'tokens          {summary["tokens"]}',
@@ -348,8 +353,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-  """As it comes back from a file: tuples are lists."""
-  return json.loads(json.dumps(value))
+  """As it comes back from a file: tuples are lists, nan is 'nan'."""
+  if isinstance(value, Mapping):
+    return {str(key): _json(v) for key, v in value.items()}
+  if isinstance(value, list | tuple):
+    return [_json(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)  # JSON has no such number
+  return value
 
 
 def _versions() -> dict[str, str]:

@@ -169,10 +169,8 @@ class Group:
   @property
   def oldest_version(self) -> int:
     """Policy version of the oldest token that the policy chose."""
-    return min(
-      int(r.policy_versions[r.policy_versions >= 0].min())
-      for r in self.rollouts
-    )
+    versions = np.concatenate([r.policy_versions for r in self.rollouts])
+    return int(versions[versions >= 0].min())
 
   @property
   def num_completion_tokens(self) -> int:
