@@ -78,40 +78,40 @@ def get_config() -> ConfigDict:
         warmup_steps=0,  # linear
         decay='constant',  # constant | linear | cosine
         final_fraction=0.0,  # of the peak, where decay ends
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
+        b1=0.9,  # decay of the mean of gradients
+        b2=0.95,  # decay of the mean of their squares
+        eps=1e-8,  # added to the root of that
         weight_decay=0.0,  # of matrices only
         max_grad_norm=1.0,  # 0: no clipping
       ),
       sft=dict(
         num_steps=0,  # supervised steps before RL; 0: none
-        examples_per_step=64,
-        learning_rate=1e-3,  # the rest as in optimizer
-        warmup_steps=0,
-        decay='constant',
-        final_fraction=0.0,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        examples_per_step=64,  # solutions that a step imitates
+        learning_rate=1e-3,  # this and the rest as in optimizer
+        warmup_steps=0,  # linear
+        decay='constant',  # constant | linear | cosine
+        final_fraction=0.0,  # of the peak, where decay ends
+        b1=0.9,  # decay of the mean of gradients
+        b2=0.95,  # decay of the mean of their squares
+        eps=1e-8,  # added to the root of that
+        weight_decay=0.0,  # of matrices only
+        max_grad_norm=1.0,  # 0: no clipping
       ),
       evaluation=dict(
         num_prompts=256,  # held-out
-        samples_per_prompt=1,
+        samples_per_prompt=1,  # completions of each
         ks=(1,),  # pass@k to report, each <= samples_per_prompt
         temperature=1.0,  # 0: greedy
-        top_k=0,
-        top_p=1.0,
-        min_p=0.0,
+        top_k=0,  # 0: all
+        top_p=1.0,  # 1: all
+        min_p=0.0,  # 0: all
         max_tokens=0,  # 0: as in sampling
         every_steps=0,  # 0: only before and after
       ),
       parity=dict(
         num_prompts=4,  # completed and scored by generator and learner
         max_abs=1e-4,  # of a log-prob; the run does not start above it
-        mean_abs=1e-5,
+        mean_abs=1e-5,  # as max_abs, of the mean over tokens
       ),
       checkpoint=dict(
         every_steps=10,  # learner (and SFT) steps between checkpoints
