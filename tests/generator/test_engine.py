@@ -41,13 +41,15 @@ def test_logprobs_equal_the_learners(lab, plain):
   [
     'num_slots=8 page_size=16 prefill_rows=4 prefill_chunk=64 '
     'steps_per_dispatch=1',
-    pytest.param('num_slots=1 page_size=1 unroll_layers=0', marks=slow),
     pytest.param(
-      'num_slots=3 page_size=3 prefill_rows=1 steps_per_dispatch=7', marks=slow
+      'num_slots=1 page_size=1 unroll_layers=0 tensor=2', marks=slow
     ),
-    pytest.param('num_pages=17 prefill_chunk=64', marks=slow),
+    pytest.param(
+      'num_slots=3 page_size=3 num_pages=23 prefill_rows=1 prefill_chunk=64 '
+      'steps_per_dispatch=7',
+      marks=slow,
+    ),
     pytest.param('tensor=2', marks=slow),
-    pytest.param('tensor=2 unroll_layers=0', marks=slow),
   ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_settings(lab, plain, settings):
