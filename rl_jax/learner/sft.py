@@ -21,6 +21,7 @@ class Config(optimizer.Config):
 
   num_steps: int = 0  # 0: no supervised phase
   examples_per_step: int = 64
+  learning_rate: float = 1e-3  # peak
 
 
 def loss(inputs: LossInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
