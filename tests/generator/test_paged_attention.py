@@ -68,16 +68,18 @@ class Rows:
 
 
 def _dense(q_TNH, k_TKH, v_TKH):
-  """Causal attention of one row, head by head, in float64."""
+  """Causal attention of the last T tokens of one row, in float64."""
   T, N, _ = q_TNH.shape
+  before = len(k_TKH) - T
   q, k, v = (x.astype(np.float64) for x in (q_TNH, k_TKH, v_TKH))
   out = np.zeros_like(q)
   for n in range(N):
     group = n // (N // k.shape[1])
     for t in range(T):
-      scores = k[: t + 1, group] @ q[t, n] / np.sqrt(H)
+      seen = slice(before + t + 1)
+      scores = k[seen, group] @ q[t, n] / np.sqrt(H)
       weights = np.exp(scores - scores.max())
-      out[t, n] = weights @ v[: t + 1, group] / weights.sum()
+      out[t, n] = weights @ v[seen, group] / weights.sum()
   return out
 
 
@@ -134,3 +136,26 @@ def test_bfloat16_pages():
   rows = Rows(3, dtype=jnp.bfloat16)
   rows.check(NONE, ALL, MAX_LENGTH, atol=0.03)
   assert all(cache.dtype == jnp.bfloat16 for cache in rows.cache)
+
+
+def test_decode_far_into_long_rows():
+  """However many pages are looked at together, rows end where they end."""
+  lengths, size, (N, K) = np.array([1100, 513, 512, 1]), 16, (4, 2)
+  rng = np.random.default_rng(0)
+  B, W = len(lengths), -(-1100 // size)
+  k, v = rng.standard_normal((2, B, 1100, K, H)).astype(np.float32)
+  q = rng.standard_normal((B, 1, N, H)).astype(np.float32)
+  table = 1 + rng.permutation(B * W).reshape(B, W).astype(np.int32)
+  keys, values = np.full((2, B * W + 1, K, size, H), np.nan, np.float32)
+  for b, length in enumerate(lengths):
+    for t in range(length - 1):
+      keys[table[b, t // size], :, t % size] = k[b, t]
+      values[table[b, t // size], :, t % size] = v[b, t]
+  at, last = lengths[:, None] - 1, np.arange(B)
+  new = (x[last, lengths - 1][:, None] for x in (k, v))
+  out, _ = _attend(
+    table, at.astype(np.int32), np.ones((B, 1), bool), q, *new, keys, values
+  )
+  for b, length in enumerate(lengths):
+    want = _dense(q[b], k[b, :length], v[b, :length])[0]
+    np.testing.assert_allclose(out[b, 0], want, atol=2e-6)
