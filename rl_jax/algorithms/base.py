@@ -169,8 +169,8 @@ def select(
   """Advantages within each group, over the rollouts that have a score.
 
   Rollouts whose verdict is not a judgement (`error`, `refused`) leave the
-  group; groups whose raw scores are all equal teach nothing and leave the
-  loss, its denominator included. With `truncated='zero'` a completion cut at
+  group; groups whose rewards, after the truncation rule, are all equal teach
+  nothing and leave the loss, its denominator included. With `truncated='zero'` a completion cut at
   max_tokens scores 0; with 'mask' it counts for the baseline only.
   """
   scored: list[Scored] = []
