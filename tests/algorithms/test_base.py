@@ -163,6 +163,17 @@ def test_what_becomes_of_truncated_completions(
   assert len(selection.excluded['truncated']) == num_excluded
 
 
+@pytest.mark.parametrize(
+  ('scores', 'signal'), [([1.0, 1.0, 1.0], True), ([1.0, 0.0, 0.0], False)]
+)
+def test_signal_is_judged_after_the_truncation_rule(scores, signal):
+  """With 'zero' a cut completion is wrong, whatever its verdict."""
+  cut = _rollout(0, scores[0], finish='length')
+  rest = [_rollout(i, s) for i, s in enumerate(scores[1:], start=1)]
+  selection = _select([Group(PROMPT, [cut, *rest])], truncated='zero')
+  assert bool(selection.scored) == signal
+
+
 def test_truncation_is_what_the_engine_says_not_the_last_token():
   # 'stop' with any last token is whole; 'length' is cut though it may end
   # with a stop id.

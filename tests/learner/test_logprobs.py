@@ -237,6 +237,7 @@ def test_entropy_of_known_distributions():
   np.testing.assert_allclose(entropies[0], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_that_of_all_logits():
   """In value and gradient, of what would be 64 MiB of logits."""
   B, T, V = 4, 256, 16384
