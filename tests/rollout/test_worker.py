@@ -7,7 +7,6 @@ verdicts come from other threads in another order again.
 
 import dataclasses
 import random
-import sys
 import threading
 import time
 import traceback
@@ -570,16 +569,29 @@ def test_tokens_bear_the_version_that_drew_them_across_a_swap():
   assert versions == [[-1, 0, 0], [-1, -1, 0, 0, 0, 1, 1]]
 
 
-def test_no_race_between_handing_weights_over_and_taking_them():
-  interval = sys.getswitchinterval()
-  sys.setswitchinterval(1e-6)
-  try:
-    run = Run(None)
-    with run.worker:
-      for version in range(3000):
-        assert run.load(version) == version
-  finally:
-    sys.setswitchinterval(interval)
+class AfterFirstLook(threading.Condition):
+  """Keeps the worker where it has looked for weights once, and found none."""
+
+  def __init__(self):
+    super().__init__()
+    self.looked = threading.Event()
+    self.may_go_on = lambda: True
+
+  def __exit__(self, *exc_info):
+    super().__exit__(*exc_info)
+    mine = threading.current_thread().name == 'rollout-worker'
+    if mine and not self.looked.is_set():
+      self.looked.set()
+      assert comes_true(self.may_go_on)
+
+
+def test_weights_that_come_between_two_looks_are_taken():
+  run = Run(None)
+  wake = run.worker._wake = AfterFirstLook()
+  wake.may_go_on = lambda: run.worker._weights is not None
+  with run.worker:
+    assert wake.looked.wait(SECONDS)
+    assert run.load(0) == 0
 
 
 # ---- account
