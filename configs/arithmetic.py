@@ -14,18 +14,18 @@ from configs import base
 def get_config() -> ConfigDict:
   config = base.get_config()
   config.num_steps = 200
-  config.prompts_per_step = 32
+  config.prompts_per_step = 64
   config.completions_per_prompt = 8
   config.mesh.mode = 'split'
   config.mesh.num_cpu_devices = 2
   config.model.tokenizer = 'chars:0123456789+='
   config.model.architecture = dict(
-    num_layers=3,
-    d_model=128,
-    num_heads=4,
-    num_kv_heads=2,
+    num_layers=2,
+    d_model=96,
+    num_heads=3,
+    num_kv_heads=3,
     head_dim=32,
-    d_ffn=512,
+    d_ffn=256,
   )
   sums = dict(name='arithmetic', max_digits=2, operators='+')
   config.prompts.train = dict(sums=dict(**sums, split='train'))
@@ -36,12 +36,15 @@ def get_config() -> ConfigDict:
   config.generator.steps_per_dispatch = 4
   config.generator.prefill_rows = 32
   config.generator.prefill_chunk = 8
-  config.learner.row_tokens = 128
-  config.learner.rows_per_microbatch = 32
+  config.learner.row_tokens = 32
+  config.learner.logprob_chunk = 32
+  config.learner.rows_per_microbatch = 48
   config.learner.remat = False
-  config.optimizer.learning_rate = 3e-4
-  config.sft.num_steps = 200
-  config.sft.examples_per_step = 256
+  config.optimizer.learning_rate = 5e-4
+  config.sft.num_steps = 400
+  config.sft.examples_per_step = 128
+  config.sft.learning_rate = 2e-3
+  config.sft.warmup_steps = 10
   config.evaluation.num_prompts = 512
   config.checkpoint.every_steps = 20
   return config

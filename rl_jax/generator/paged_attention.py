@@ -2,11 +2,14 @@
 
 One function serves decode (T = 1), prefill and chunked prefill (T > 1): new
 keys and values are first written to their pages, then every query attends to
-the pages of its row, column by column with an online softmax
-(arXiv:1805.02867), as far as the longest row goes.
+the pages of its row, a block of pages at a time with an online softmax
+(arXiv:1805.02867), as far as the longest row goes. Within a block the terms
+are added as the learner adds them (`models.attention.softmax_parts`), so for
+rows of one block both agree to the last bit on CPU.
 
 Letters: B rows, T new tokens, N query heads, K kv heads, G = N / K,
-H head dim, P pages of the pool, W pages of a row, Z tokens of a page.
+X = G * T, H head dim, P pages of the pool, W pages of a row, Z tokens of a
+page, C pages of a block, S = C * Z.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from rl_jax.generator.pages import TRASH_PAGE
-from rl_jax.models.attention import Attend
+from rl_jax.models.attention import HIDDEN, Attend, softmax_parts
+
+_BLOCK_TOKENS = 512  # keys of a row that are gathered at once
 
 
 def attend_pages(
@@ -54,52 +59,49 @@ def _attend(
 ) -> jax.Array:
   B, T, N, H = q_BTNH.shape
   K, size = keys_PKZH.shape[1:3]
-  q_BKGTH = jnp.moveaxis(
-    q_BTNH.reshape(B, T, K, N // K, H) * (H**-0.5), 1, 3
-  ).astype(keys_PKZH.dtype)
+  G, W = N // K, table_BW.shape[1]
+  C = min(W, max(1, _BLOCK_TOKENS // size))
+  table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % C)))
+  q_BTKGH = q_BTNH.reshape(B, T, K, G, H) * (H**-0.5)
+  q_BKXH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(B, K, G * T, H)
+  q_BKXH = q_BKXH.astype(keys_PKZH.dtype)
   last = jnp.max(jnp.where(valid_BT, positions_BT, 0))
-  reach_B = jnp.max(positions_BT, axis=1)
 
-  def column(c, carry):
+  def gather(pool_PKZH, pages_BC):
+    blocks = jnp.swapaxes(pool_PKZH[pages_BC], 1, 2)  # [B, K, C, Z, H]
+    return blocks.reshape(B, K, C * size, H)
+
+  def block(c, carry):
     best, total, out = carry
-    pages_B = table_BW[:, c]
+    pages_BC = jax.lax.dynamic_slice_in_dim(table_BW, c * C, C, axis=1)
     scores = jnp.einsum(
-      'BKGTH,BKZH->BKGTZ',
-      q_BKGTH,
-      keys_PKZH[pages_B],
+      'BKXH,BKSH->BKXS',
+      q_BKXH,
+      gather(keys_PKZH, pages_BC),
       preferred_element_type=jnp.float32,
     )
-    at_Z = c * size + jnp.arange(size)
-    seen_BTZ = at_Z[None, None] <= positions_BT[:, :, None]
-    scores = jnp.where(seen_BTZ[:, None, None], scores, -jnp.inf)
-    # The first column always shows token 0, so `new` is finite.
-    new = jnp.maximum(best, jnp.max(scores, -1))
-    weights = jnp.exp(scores - new[..., None])
-    shrink = jnp.exp(best - new)
-    # A page keeps what its last owner left there, and 0 * nan is nan.
-    values_BKZH = jnp.where(
-      (at_Z[None] <= reach_B[:, None])[:, None, :, None],
-      values_PKZH[pages_B],
-      0,
+    at_S = c * C * size + jnp.arange(C * size)
+    seen_BTS = at_S[None, None] <= positions_BT[:, :, None]
+    scores = scores.reshape(B, K, G, T, -1)
+    scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
+    # A weight of 0 does not hide what is not a number in a page's free part.
+    values = gather(values_PKZH, pages_BC)
+    values = jnp.where(seen_BTS.any(axis=1)[:, None, :, None], values, 0)
+    block_best, block_total, block_out = softmax_parts(
+      scores.reshape(B, K, G * T, -1), values
     )
-    out = out * shrink[..., None] + jnp.einsum(
-      'BKGTZ,BKZH->BKGTH',
-      weights.astype(values_PKZH.dtype),
-      values_BKZH,
-      preferred_element_type=jnp.float32,
+    new = jnp.maximum(best, block_best)
+    old_part, new_part = jnp.exp(best - new), jnp.exp(block_best - new)
+    return (
+      new,
+      total * old_part + block_total * new_part,
+      out * old_part + block_out * new_part,
     )
-    return new, total * shrink + weights.sum(-1), out
 
-  shape = (B, K, N // K, T)
-  _, total, out = jax.lax.fori_loop(
-    0,
-    last // size + 1,
-    column,
-    (
-      jnp.full(shape, -jnp.inf, jnp.float32),
-      jnp.zeros(shape, jnp.float32),
-      jnp.zeros((*shape, H), jnp.float32),
-    ),
-  )
-  out_BTKGH = jnp.moveaxis(out / total[..., None], 3, 1)
-  return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)
+  zeros = lambda *shape: jnp.zeros((B, K, G * T, *shape), jnp.float32)  # noqa: E731
+  # The first block always shows token 0, so its best is a real score.
+  start = (zeros(1) + HIDDEN, zeros(1), zeros(H))
+  blocks = last // (C * size) + 1
+  _, total, out = jax.lax.fori_loop(0, blocks, block, start)
+  out_BKGTH = (out / total).astype(q_BTNH.dtype).reshape(B, K, G, T, H)
+  return jnp.transpose(out_BKGTH, (0, 3, 1, 2, 4)).reshape(B, T, N, H)

