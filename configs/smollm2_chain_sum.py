@@ -20,16 +20,19 @@ def get_config() -> ConfigDict:
     name='reasoning_gym',
     task='chain_sum',
     size=4000,
-    params=dict(min_terms=2, max_terms=3, min_digits=1, max_digits=2),
+    params=dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2),
   )
   config.prompts.train = dict(chain_sum=dict(**task, split='train'))
   config.prompts.heldout = dict(chain_sum=dict(**task, split='heldout'))
   config.prompts.chat = True
-  config.prompts.max_prompt_tokens = 96
-  config.sampling.max_tokens = 32
+  config.prompts.system = 'Answer with a number.'
+  config.prompts.max_prompt_tokens = 64
+  config.sampling.max_tokens = 16
   config.verifier.extract = 'last_number'
   config.learner.row_tokens = 256
   config.learner.rows_per_microbatch = 4
+  config.learner.logprob_chunk = 32
+  config.learner.remat = False
   config.optimizer.learning_rate = 1e-5
   config.evaluation.num_prompts = 128
   config.checkpoint.every_steps = 10

@@ -136,7 +136,7 @@ def unknown_key(
   homes = [
     f'{name}.{key}'.removeprefix('.')
     for name, keys in (elsewhere or {}).items()
-    if name != where and key in keys
+    if key in keys
   ]
   close = difflib.get_close_matches(key, legal, n=1)
   if homes:

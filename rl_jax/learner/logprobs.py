@@ -29,8 +29,8 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
   """Under softmax(logits / temperature), where the mask is set.
 
-  Logits exist for `chunk` tokens of each row at a time, and are recomputed
-  in the backward pass. What the mask hides is 0 and has no gradient, even
+  Logits exist for `chunk` tokens of each row at a time, of wanted tokens only
+  but for the last chunk, and are recomputed in the backward pass. What the mask hides is 0 and has no gradient, even
   where its hidden states are not finite.
 
   Returns:
@@ -49,6 +49,9 @@ def token_logprobs(
   wanted_BT = (mask_BT > 0) & (positions_BT > 0)
   # Double where: hide what is masked from the head, then its result.
   previous_BTD = jnp.where(wanted_BT[..., None], previous_BTD, 0.0)
+  # What is wanted comes first in each row, so that the chunks of prompts and
+  # padding, most of them in RL, are never scored.
+  order_BT = jnp.argsort(~wanted_BT, axis=1, stable=True)
 
   @jax.checkpoint
   def score(hidden_BCD, targets_BC):
@@ -57,14 +60,27 @@ def token_logprobs(
     chosen = jnp.take_along_axis(logprobs, targets_BC[..., None], -1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
+  def score_if_wanted(inputs):
+    hidden_BCD, targets_BC, wanted_BC = inputs
+    zeros_BC = jnp.zeros(targets_BC.shape, jnp.float32)
+    return jax.lax.cond(
+      jnp.any(wanted_BC),
+      lambda: score(hidden_BCD, targets_BC),
+      lambda: (zeros_BC, zeros_BC),
+    )
+
   def chunks(x):
+    index = order_BT.reshape(B, T, *(1,) * (x.ndim - 2))
+    x = jnp.take_along_axis(x, index, axis=1)
     return jnp.moveaxis(x.reshape(B, T // chunk, chunk, *x.shape[2:]), 1, 0)
 
+  def whole(x):
+    x = jnp.moveaxis(x, 0, 1).reshape(B, T)
+    x = jnp.take_along_axis(x, jnp.argsort(order_BT, axis=1), axis=1)
+    return jnp.where(wanted_BT, x, 0.0)
+
   logprobs, entropies = jax.lax.map(
-    lambda c: score(*c), (chunks(previous_BTD), chunks(tokens_BT))
+    score_if_wanted,
+    (chunks(previous_BTD), chunks(tokens_BT), chunks(wanted_BT)),
   )
-  whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(B, T)  # noqa: E731
-  return (
-    jnp.where(wanted_BT, whole(logprobs), 0.0),
-    jnp.where(wanted_BT, whole(entropies), 0.0),
-  )
+  return whole(logprobs), whole(entropies)
