@@ -33,6 +33,7 @@ setup(
     'test': [
       'hypothesis>=6.100',
       'pytest>=9.0',
+      'pytest-xdist>=3.6',
       'reasoning-gym==0.1.25',
     ],
     'lint': ['pyright==1.1.414', 'ruff==0.17.6'],
