@@ -1,12 +1,14 @@
 """Packaging. Tool settings live in pyproject.toml."""
 
+import pathlib
+
 from setuptools import find_packages, setup
 
 setup(
   name='rl_jax',
   version='0.1.0',
   description='RL of language models against verifiable rewards, in JAX.',
-  long_description=open('README.md', encoding='utf-8').read(),
+  long_description=pathlib.Path('README.md').read_text('utf-8'),
   long_description_content_type='text/markdown',
   license='Apache-2.0',
   python_requires='>=3.11',

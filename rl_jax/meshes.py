@@ -138,7 +138,7 @@ class MeshPlan:
     engines = len(self.generation)
     return (
       f'{self.mode}: training {sizes} on '
-      f'{_names(self.training.devices.ravel())}; {engines} engine'
+      f'{_names(list(self.training.devices.ravel()))}; {engines} engine'
       f'{"s" if engines > 1 else ""} of tensor'
       f'{self.generation[0].shape["tensor"]} on '
       f'{_names([d for m in self.generation for d in m.devices.ravel()])}'

@@ -22,11 +22,11 @@ from rl_jax.generator.engine import Engine
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner import optimizer, sft
 from rl_jax.learner.learner import Learner
+from rl_jax.metrics import Timeline, TokenLedger
 from rl_jax.models import weights
 from rl_jax.models.base import Model, Params
 from rl_jax.prompts.stream import PromptStream, heldout_prompts
 from rl_jax.prompts.tokenizer import Tokenizer, load_tokenizer
-from rl_jax.metrics import Timeline, TokenLedger
 from rl_jax.rollout.buffer import GroupBuffer
 from rl_jax.rollout.worker import Job, RolloutWorker
 from rl_jax.sync.single_process import Sync
@@ -125,9 +125,7 @@ def build(settings: Settings):
   plan = meshes.MeshPlan.create(s.mesh, jax.devices())
   plan.check_params(model.specs())
   plan.check_rows(s.learner.rows_per_microbatch)
-  stream = PromptStream(
-    s.prompts.train, s.prompts, tokenizer, seed=s.run.seed
-  )
+  stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
   heldout = [
     dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
     for p in heldout_prompts(

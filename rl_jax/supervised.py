@@ -61,9 +61,7 @@ def run(
   return state.params
 
 
-def _batch(
-  p: Parts, stream: PromptStream, prompts: list[Prompt]
-) -> TrainBatch:
+def _batch(p: Parts, stream: PromptStream, prompts: list[Prompt]) -> TrainBatch:
   items = []
   for prompt in prompts:
     text = stream.solution(prompt)

@@ -113,18 +113,14 @@ def train(
         if groups is None:
           _save(p, saves, step, state, worker, journal, wait=True)
           raise Stopped(f'stopped at step {step}; everything is saved')
-        selection = algorithms.select(
-          groups, p.advantages, s.algorithm_config
-        )
+        selection = algorithms.select(groups, p.advantages, s.algorithm_config)
         metrics: dict[str, float] = {}
         if selection.scored:
           with journal.training('update'):
             batch = _batch(selection, s)
             state, metrics = learner.update(state, batch, step)
         _sync(p, state.params, step + 1, worker, journal)
-        journal.trained(
-          step, s.run.num_steps, groups, selection, metrics
-        )
+        journal.trained(step, s.run.num_steps, groups, selection, metrics)
         worker.balance()
         step += 1
         if s.evaluation.is_due(step) and step < s.run.num_steps:
@@ -150,9 +146,7 @@ def _take(
   return None
 
 
-def _batch(
-  selection: algorithms.Selection, s: configs.Settings
-) -> TrainBatch:
+def _batch(selection: algorithms.Selection, s: configs.Settings) -> TrainBatch:
   """Rollouts with their advantages and global weights, packed."""
   lengths = [x.rollout.num_completion_tokens for x in selection.scored]
   weights = algorithms.token_weights(lengths, s.algorithm_config)

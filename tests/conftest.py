@@ -7,7 +7,7 @@ import pytest
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-import jax  # noqa: E402  the platform must be set first
+import jax
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')

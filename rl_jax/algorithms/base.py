@@ -30,7 +30,7 @@ class Config:
   aggregation: str = 'token_mean'  # token_mean | sequence_mean | constant
   constant: float = 1.0  # tokens by which 'constant' divides each sequence
   kl_coef: float = 0.0  # weight of the KL to the reference; 0: no reference
-  kl_estimator: str = 'k3'  # k1 | k2 | k3
+  kl_estimator: str = 'k3'  # k3 | k2 | k1 (reports only: no mean gradient)
   truncated: str = 'keep'  # completions cut at max_tokens: keep | zero | mask
 
   def __post_init__(self):
@@ -169,9 +169,10 @@ def select(
   """Advantages within each group, over the rollouts that have a score.
 
   Rollouts whose verdict is not a judgement (`error`, `refused`) leave the
-  group; groups whose rewards, after the truncation rule, are all equal teach
-  nothing and leave the loss, its denominator included. With `truncated='zero'` a completion cut at
-  max_tokens scores 0; with 'mask' it counts for the baseline only.
+  group. Groups whose raw scores are all equal teach nothing, whatever the
+  truncation rule makes of them, and leave the loss, its denominator included.
+  With `truncated='zero'` a completion cut at max_tokens is rewarded 0; with
+  'mask' it counts for the baseline only.
   """
   scored: list[Scored] = []
   excluded: dict[str, list[Rollout]] = {name: [] for name in EXCLUSIONS}
@@ -180,7 +181,8 @@ def select(
     judged = [r for r in group.rollouts if r.verdict.scored]
     excluded['unscored'] += [r for r in group.rollouts if not r.verdict.scored]
     rewards = np.array([reward(r, config) for r in judged], np.float64)
-    if len(judged) < 2 or rewards.max() == rewards.min():
+    raw = [r.verdict.score for r in judged]
+    if len(judged) < 2 or _all_equal(raw) or _all_equal(rewards):
       excluded['no_signal'] += judged
       continue
     num_groups += 1
@@ -192,6 +194,10 @@ def select(
       else:
         scored.append(Scored(rollout, float(advantage)))
   return Selection(scored, excluded, num_groups)
+
+
+def _all_equal(values: Sequence[float] | np.ndarray) -> bool:
+  return max(values) == min(values)  # a std would see rounding
 
 
 def reward(rollout: Rollout, config: Config) -> float:

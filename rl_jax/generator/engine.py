@@ -181,12 +181,14 @@ class Engine:
     self._slots = _Slots.empty(config.num_slots, self._width, max_stop_ids)
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
     self._caches, sharding = self._new_caches()
-    out = {'out_shardings': (sharding, NamedSharding(mesh, PartitionSpec()))}
-    self._prefill = jax.jit(self._prefill_program, donate_argnums=1, **out)
-    self._decode = jax.jit(self._decode_program, donate_argnums=1, **out)
-    self._copy = jax.jit(
-      _copy_pages, donate_argnums=0, out_shardings=sharding
+    out = (sharding, NamedSharding(mesh, PartitionSpec()))
+    self._prefill = jax.jit(
+      self._prefill_program, donate_argnums=1, out_shardings=out
     )
+    self._decode = jax.jit(
+      self._decode_program, donate_argnums=1, out_shardings=out
+    )
+    self._copy = jax.jit(_copy_pages, donate_argnums=0, out_shardings=sharding)
     self._first = jax.jit(self._first_program)
 
   # ---- weights
@@ -260,9 +262,7 @@ class Engine:
 
   def reserve(self, slot: int) -> None:
     """Pages for the tokens of the next dispatch, or OutOfPages."""
-    steps = min(
-      self.config.steps_per_dispatch, int(self._slots.budget[slot])
-    )
+    steps = min(self.config.steps_per_dispatch, int(self._slots.budget[slot]))
     length = int(self._slots.position[slot]) + steps
     missing = -(-length // self.config.page_size) - len(self._pages[slot])
     if missing > 0:
@@ -388,7 +388,9 @@ class Engine:
     hidden_RD = jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0]
     return caches, hidden_RD
 
-  def _first_program(self, params, hidden_RD, row_S, position_S, sampling, seed):
+  def _first_program(
+    self, params, hidden_RD, row_S, position_S, sampling, seed
+  ):
     hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
     logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
     token, logprob, kept = sample(logits, position_S, sampling, seed)
@@ -406,9 +408,7 @@ class Engine:
 
     def decode(carry):
       step, caches, last, position, active, budget, out = carry
-      attend = attend_pages(
-        slots.table, position[:, None], active[:, None]
-      )
+      attend = attend_pages(slots.table, position[:, None], active[:, None])
       hidden, caches = self._model.hidden(
         params, last[:, None], position[:, None], attend, caches
       )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rl_jax.generator.pages import TRASH_PAGE
 from rl_jax.models.attention import HIDDEN, Attend, softmax_parts
@@ -24,7 +25,9 @@ _BLOCK_TOKENS = 512  # keys of a row that are gathered at once
 
 
 def attend_pages(
-  table_BW: jax.Array, positions_BT: jax.Array, valid_BT: jax.Array
+  table_BW: jax.Array | np.ndarray,
+  positions_BT: jax.Array,
+  valid_BT: jax.Array,
 ) -> Attend:
   """An `attend` whose cache is one layer's (keys, values), [P, K, Z, H] each.
 
@@ -34,6 +37,8 @@ def attend_pages(
     valid_BT: bool; what is not valid is written to the trash page, and its
       output means nothing.
   """
+
+  table_BW = jnp.asarray(table_BW)
 
   def attend(q_BTNH, k_BTKH, v_BTKH, cache):
     keys, values = cache

@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array | np.ndarray  # of the device, or on its way there
 
 _BLOCK = 256  # vocabulary entries summed at once when inverting the CDF
 
@@ -26,11 +29,11 @@ _BLOCK = 256  # vocabulary entries summed at once when inverting the CDF
 class SlotSampling(NamedTuple):
   """Sampling parameters of each slot; see `types.SamplingParams`."""
 
-  temperature: jax.Array  # [S] float32
-  top_k: jax.Array  # [S] int32
-  top_p: jax.Array  # [S] float32
-  min_p: jax.Array  # [S] float32
-  key_ids: jax.Array  # [S, 3] int32: step, prompt id, sample index
+  temperature: Array  # [S] float32
+  top_k: Array  # [S] int32
+  top_p: Array  # [S] float32
+  min_p: Array  # [S] float32
+  key_ids: Array  # [S, 3] int32: step, prompt id, sample index
 
 
 def sample(
@@ -69,7 +72,7 @@ def sample(
 
 
 def _uniform(
-  seed: jax.Array, key_ids: jax.Array, positions_S: jax.Array
+  seed: jax.Array, key_ids: Array, positions_S: jax.Array
 ) -> jax.Array:
   """One uniform in [0, 1) a slot."""
   base = jax.random.key(seed)
@@ -89,7 +92,9 @@ def _kept(probs_SV: jax.Array, params: SlotSampling) -> jax.Array:
   sorted_SV = -jnp.sort(-probs_SV, axis=-1)
   mass_SV = jnp.cumsum(sorted_SV, axis=-1)
   k_S = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab)
-  goal_S = params.top_p * jnp.take_along_axis(mass_SV, k_S[:, None] - 1, 1)[:, 0]
+  goal_S = (
+    params.top_p * jnp.take_along_axis(mass_SV, k_S[:, None] - 1, 1)[:, 0]
+  )
   needed_S = 1 + jnp.sum(mass_SV < goal_S[:, None], axis=-1)
   # top_p = 1 must not lose tail tokens to the rounding of the running sum.
   needed_S = jnp.where(params.top_p < 1, needed_S, vocab)
@@ -116,9 +121,7 @@ def _inverse_cdf(weights_SV: jax.Array, uniform_S: jax.Array) -> jax.Array:
   return block_S * _BLOCK + within_S
 
 
-def _pick(
-  weights: jax.Array, target: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _pick(weights: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
   """First index whose running sum exceeds `target`, and what is left of it."""
   running = jnp.cumsum(weights, axis=-1)
   # Summed in a tree, a running sum may rise over a weight of 0.

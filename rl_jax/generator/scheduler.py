@@ -120,9 +120,7 @@ class Scheduler:
     """Tokens drawn for completions that have not been returned yet."""
     held = [s for h in self._held for s in h.samples.values()]
     queued = [s for w in self._queue for s in w.samples]
-    return sum(
-      len(s.tokens) for s in [*held, *queued, *self._running.values()]
-    )
+    return sum(len(s.tokens) for s in [*held, *queued, *self._running.values()])
 
   def submit(self, request: Request) -> None:
     """Queues all samples of a request.
@@ -243,9 +241,7 @@ class Scheduler:
 
   def _insert(self) -> None:
     free = [
-      s
-      for s in range(self.engine.config.num_slots)
-      if s not in self._running
+      s for s in range(self.engine.config.num_slots) if s not in self._running
     ]
     for held in sorted(self._held, key=lambda h: h.age):
       # Making room for an older one may have preempted this one.
@@ -277,9 +273,7 @@ class Scheduler:
 
   def _make_room(self, age: _Age) -> None:
     """Preempts the youngest holder of pages, at the latest `age` itself."""
-    slot = max(
-      self._running, key=lambda s: self._running[s].age, default=None
-    )
+    slot = max(self._running, key=lambda s: self._running[s].age, default=None)
     held = max(self._held, key=lambda h: h.age, default=None)
     if held and (slot is None or held.age > self._running[slot].age):
       assert held.age > age or len(self._held) + len(self._running) > 1

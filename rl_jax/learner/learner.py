@@ -44,9 +44,7 @@ class Config:
         raise ValueError(f'learner.{name}={getattr(self, name)}: must be >= 1.')
     if self.row_tokens % self.logprob_chunk:
       legal = [
-        n
-        for n in range(1, self.row_tokens + 1)
-        if self.row_tokens % n == 0
+        n for n in range(1, self.row_tokens + 1) if self.row_tokens % n == 0
       ]
       nearest = min(legal, key=lambda n: abs(n - self.logprob_chunk))
       raise ValueError(
@@ -58,6 +56,9 @@ class Config:
         f'learner.compute_dtype={self.compute_dtype!r}: must be float32 or '
         'bfloat16.'
       )
+
+
+_Micro = Any  # a TrainBatch of jax arrays
 
 
 class TrainState(NamedTuple):
@@ -94,9 +95,7 @@ class Learner:
     self._reference: Params | None = None
     self._zeros: Callable[[], Any] | None = None
     specs = model.specs()
-    self.param_shardings = meshes.shardings(
-      mesh, specs, meshes.TRAINING_RULES
-    )
+    self.param_shardings = meshes.shardings(mesh, specs, meshes.TRAINING_RULES)
     self._state_shardings = self._shardings()
     replicated = meshes.replicated(mesh)
     self._accumulate = jax.jit(
@@ -115,9 +114,7 @@ class Learner:
 
   def init_params(self, key: jax.Array) -> Params:
     """Random parameters, created where they will live."""
-    return jax.jit(
-      self._model.init, out_shardings=self.param_shardings
-    )(key)
+    return jax.jit(self._model.init, out_shardings=self.param_shardings)(key)
 
   def init_state(self, params: Params) -> TrainState:
     """Fresh optimiser state around `params`, which it takes over."""
@@ -177,7 +174,7 @@ class Learner:
 
   # ---- programs
 
-  def _accumulate_program(self, params, reference, sums, micro: TrainBatch):
+  def _accumulate_program(self, params, reference, sums, micro: _Micro):
     gradient = jax.grad(self._micro_loss, has_aux=True)
     grads, (totals, maxima) = gradient(params, reference, micro)
     old_grads, old_totals, old_maxima = sums
@@ -187,7 +184,7 @@ class Learner:
       jax.tree.map(jnp.maximum, old_maxima, maxima),
     )
 
-  def _micro_loss(self, params, reference, micro: TrainBatch):
+  def _micro_loss(self, params, reference, micro: _Micro):
     mask = micro.loss_mask
     logprobs, entropies = self._logprobs(params, micro)
     if reference is None:
@@ -217,20 +214,19 @@ class Learner:
     updates, opt_state = self._optimizer.update(
       grads, state.opt_state, state.params
     )
-    params = optax.apply_updates(state.params, updates)
+    params: Any = optax.apply_updates(state.params, updates)
     tokens = jnp.maximum(totals['tokens'], 1.0)
     metrics = {
-      k: v if k in ('loss', 'tokens') else v / tokens
-      for k, v in totals.items()
+      k: v if k in ('loss', 'tokens') else v / tokens for k, v in totals.items()
     }
     metrics |= {f'{k}_max': v for k, v in maxima.items()}
     metrics['grad_norm'] = optax.tree.norm(grads)
     return TrainState(params, opt_state), metrics
 
-  def _score_program(self, params, micro: TrainBatch):
+  def _score_program(self, params, micro: _Micro):
     return self._logprobs(params, micro)[0]
 
-  def _logprobs(self, params, micro: TrainBatch):
+  def _logprobs(self, params, micro: _Micro):
     logprobs, entropies = token_logprobs(
       self._model,
       cast(params, self.config.compute_dtype),

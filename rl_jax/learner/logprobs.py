@@ -30,8 +30,9 @@ def token_logprobs(
   """Under softmax(logits / temperature), where the mask is set.
 
   Logits exist for `chunk` tokens of each row at a time, of wanted tokens only
-  but for the last chunk, and are recomputed in the backward pass. What the mask hides is 0 and has no gradient, even
-  where its hidden states are not finite.
+  but for the last chunk, and are recomputed in the backward pass. What the
+  mask hides is 0 and has no gradient, even where its hidden states are not
+  finite.
 
   Returns:
     (log-probabilities, entropies), [B, T] float32 both.

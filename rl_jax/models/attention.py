@@ -20,9 +20,7 @@ from flax import nnx
 from rl_jax.models import layers
 
 # (q [B,T,N,H], k [B,T,K,H], v [B,T,K,H], cache) -> (out [B,T,N,H], cache)
-Attend = Callable[
-  [jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]
-]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 HIDDEN = -1e30  # a score whose weight is exactly 0

@@ -41,9 +41,10 @@ LANE = 'generation'
 class Generator(Protocol):
   """What the worker needs of `generator.scheduler.Scheduler`."""
 
-  tokens_generated: int
-  tokens_in_flight: int
-
+  @property
+  def tokens_generated(self) -> int: ...
+  @property
+  def tokens_in_flight(self) -> int: ...
   @property
   def idle(self) -> bool: ...
   @property

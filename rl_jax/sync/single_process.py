@@ -161,8 +161,8 @@ def check_arrival(
         wrong.append(f'{where}: laid out as {leaf.sharding}, not {sharding}')
   if wrong:
     raise SyncError(
-      f'version {version}: not on the generation mesh {sorted(map(str, devices))}'
-      f': {"; ".join(wrong)}'
+      f'version {version}: not on the generation mesh '
+      f'{sorted(map(str, devices))}: {"; ".join(wrong)}'
     )
 
 

@@ -163,15 +163,14 @@ def test_what_becomes_of_truncated_completions(
   assert len(selection.excluded['truncated']) == num_excluded
 
 
-@pytest.mark.parametrize(
-  ('scores', 'signal'), [([1.0, 1.0, 1.0], True), ([1.0, 0.0, 0.0], False)]
-)
-def test_signal_is_judged_after_the_truncation_rule(scores, signal):
-  """With 'zero' a cut completion is wrong, whatever its verdict."""
+@pytest.mark.parametrize('scores', [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+def test_signal_needs_unequal_scores_and_unequal_rewards(scores):
+  """A rule about length gives a group of equal verdicts no signal."""
   cut = _rollout(0, scores[0], finish='length')
   rest = [_rollout(i, s) for i, s in enumerate(scores[1:], start=1)]
   selection = _select([Group(PROMPT, [cut, *rest])], truncated='zero')
-  assert bool(selection.scored) == signal
+  assert not selection.scored
+  assert len(selection.excluded['no_signal']) == 3
 
 
 def test_truncation_is_what_the_engine_says_not_the_last_token():
