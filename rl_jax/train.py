@@ -22,7 +22,7 @@ import numpy as np
 from rl_jax import config as configs
 from rl_jax import evaluate, parts, supervised
 from rl_jax.algorithms import base as algorithms
-from rl_jax.journal import Journal
+from rl_jax.journal import Journal, check_config
 from rl_jax.learner.learner import TrainState
 from rl_jax.parts import Parts
 from rl_jax.rollout.buffer import GroupBuffer
@@ -62,6 +62,7 @@ def train(
   stop = stop or threading.Event()
   # Act 1: all that can be wrong with config, data and devices is said here.
   s = configs.settings(config)
+  check_config(workdir, configs.as_dict(config))
   with parts.build(s) as p, Saves(workdir, s.checkpoint) as saves:
     # Act 2: what an earlier run of this workdir has left.
     learner, imitator = p.rl_learner(), p.sft_learner()
