@@ -14,8 +14,8 @@ from configs import base
 def get_config() -> ConfigDict:
   config = base.get_config()
   config.num_steps = 200
-  config.prompts_per_step = 64
-  config.completions_per_prompt = 8
+  config.prompts_per_step = 128
+  config.completions_per_prompt = 4
   config.mesh.mode = 'split'
   config.mesh.num_cpu_devices = 2
   config.model.tokenizer = 'chars:0123456789+='
@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     head_dim=32,
     d_ffn=256,
   )
-  sums = dict(name='arithmetic', max_digits=2, operators='+')
+  sums = dict(name='arithmetic', min_digits=2, max_digits=2, operators='+')
   config.prompts.train = dict(sums=dict(**sums, split='train'))
   config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
   config.prompts.max_prompt_tokens = 8
@@ -40,8 +40,11 @@ def get_config() -> ConfigDict:
   config.learner.logprob_chunk = 32
   config.learner.rows_per_microbatch = 48
   config.learner.remat = False
-  config.optimizer.learning_rate = 5e-4
-  config.sft.num_steps = 400
+  config.optimizer.learning_rate = 7e-4
+  config.optimizer.warmup_steps = 20
+  config.optimizer.decay = 'linear'
+  config.optimizer.b2 = 0.99
+  config.sft.num_steps = 300
   config.sft.examples_per_step = 128
   config.sft.learning_rate = 2e-3
   config.sft.warmup_steps = 10

@@ -21,7 +21,8 @@ _MAX_DIGITS = 6  # random.random() has 53 bits, enough to draw two operands
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  max_digits: int = 2  # of an operand
+  min_digits: int = 1  # of an operand
+  max_digits: int = 2
   operators: str = '+'  # any of + - *; answers to '-' may be negative
   num_rows: int = 0  # 0: every problem of the split
   split: str = 'train'  # or 'heldout'
@@ -37,15 +38,23 @@ class Config:
         f'{self.operators=}: must be one or more of '
         f'{"".join(_OPERATORS)!r}, each once.'
       )
-    if not 1 <= self.max_digits <= _MAX_DIGITS:
-      raise ValueError(f'{self.max_digits=}: must be 1 to {_MAX_DIGITS}.')
+    if not 1 <= self.min_digits <= self.max_digits <= _MAX_DIGITS:
+      raise ValueError(
+        f'{self.min_digits=}, {self.max_digits=}: must be 1 to {_MAX_DIGITS}, '
+        'in this order.'
+      )
     if self.num_rows < 0:
       raise ValueError(f'{self.num_rows=}: must be >= 0 (0 takes all).')
 
   @property
+  def operands(self) -> range:
+    first = 0 if self.min_digits == 1 else 10 ** (self.min_digits - 1)
+    return range(first, 10**self.max_digits)
+
+  @property
   def num_problems(self) -> int:
     """Of both splits."""
-    return len(self.operators) * 10 ** (2 * self.max_digits)
+    return len(self.operators) * len(self.operands) ** 2
 
 
 def rows(config: Config) -> Sequence[base.Row]:
@@ -90,12 +99,13 @@ def _sampled(config: Config) -> Sequence[base.Row]:
 
 def _maker(config: Config) -> Callable[[int], base.Row]:
   """Problem number i of the whole space, as a row."""
-  operands = 10**config.max_digits
+  operands = config.operands
   operators = [(sign, _OPERATORS[sign]) for sign in config.operators]
 
   def make(index: int) -> base.Row:
-    index, b = divmod(index, operands)
-    which, a = divmod(index, operands)
+    index, b = divmod(index, len(operands))
+    which, a = divmod(index, len(operands))
+    a, b = operands[a], operands[b]
     sign, apply = operators[which]
     answer = str(apply(a, b))
     return base.Row(f'{a}{sign}{b}=', answer, answer)
