@@ -1,0 +1,504 @@
+"""The whole loop, end to end: what a run promises, tried on a tiny one.
+
+One finished run is shared; the programs are compiled once and come from JAX's
+compilation cache afterwards. Everything runs on two of the CPU devices.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs import base
+from rl_jax import config as configs
+from rl_jax import parts
+from rl_jax.generator.engine import Engine
+from rl_jax.generator.scheduler import Scheduler
+from rl_jax.journal import Journal, digest
+from rl_jax.learner.learner import NonFinite
+from rl_jax.metrics import LedgerError
+from rl_jax.rollout.packing import Item, pack
+from rl_jax.saving import Saves, Stopped
+from rl_jax.sync.single_process import Sync
+from rl_jax.train import ParityError, train
+from rl_jax.types import Request
+from rl_jax.verifiers.service import VerifierService
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STEPS, PROMPTS, SAMPLES = 4, 4, 4  # learner steps, groups of each, rollouts
+
+# A tiny model is never right: digits are worth something, so groups differ.
+VERIFIER = """
+import dataclasses
+from rl_jax.types import Verdict
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  mode: str = 'digits'
+
+def check_answer(answer, config):
+  pass
+
+def verify(completion, answer, config):
+  if completion == answer:
+    return Verdict('pass', 1.0, 'right')
+  if config.mode == 'same':
+    # Worth as much as a right one, so no group gives signal.
+    return Verdict('fail', 1.0, 'wrong')
+  if config.mode == 'broken' and completion[:1] in ('1', '3', '5', '7', '+'):
+    raise OSError('disk full')
+  digits = sum(c.isdigit() for c in completion)
+  return Verdict('fail', digits / 10, 'digits')
+
+def examples(answer, config):
+  return {'gold': answer, 'empty': '', 'wrong': '0' + answer}
+"""
+# GRPO, whose advantages are nan from a group on, if somebody says so.
+ALGORITHM = """
+import numpy as np
+from rl_jax.algorithms.grpo import Config, advantages as _advantages, loss
+
+groups_until_nan = float('inf')
+
+def advantages(rewards, config):
+  global groups_until_nan
+  groups_until_nan -= 1
+  return _advantages(rewards, config) * (np.nan if groups_until_nan < 0 else 1)
+"""
+
+
+def tiny(verifier_mode='digits', **flat):
+  """A config of one-digit sums; `flat` has keys as 'sft__num_steps'."""
+  config = base.get_config()
+  values = {
+    'num_steps': STEPS,
+    'prompts_per_step': PROMPTS,
+    'completions_per_prompt': SAMPLES,
+    'mesh__mode': 'split',
+    'model__tokenizer': 'chars:0123456789+=',
+    'prompts__max_prompt_tokens': 4,
+    'sampling__max_tokens': 4,
+    'generator__num_slots': 16,
+    'generator__steps_per_dispatch': 4,
+    'generator__prefill_rows': 8,
+    'generator__prefill_chunk': 4,
+    'learner__row_tokens': 16,
+    'learner__logprob_chunk': 16,
+    'learner__rows_per_microbatch': 8,
+    'learner__remat': False,
+    'optimizer__learning_rate': 5e-4,
+    'sft__num_steps': 3,
+    'sft__examples_per_step': 8,
+    'service__max_pending': 2,  # the generator waits for the verifier
+    'evaluation__num_prompts': 8,
+    'checkpoint__every_steps': 1,
+  }
+  for path, value in (values | flat).items():
+    *sections, key = path.split('__')
+    section = config
+    for name in sections:
+      section = section[name]
+    section[key] = value
+  config.model.architecture = dict(
+    num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ffn=64
+  )
+  sums = dict(name='arithmetic', max_digits=1)
+  config.prompts.train = dict(sums=dict(**sums, split='train'))
+  config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
+  config.verifier = dict(name='their_plugins.digits', mode=verifier_mode)
+  return config
+
+
+@pytest.fixture(scope='module')
+def plugins(tmp_path_factory):
+  """A folder on the path with plugins that are not ours."""
+  folder = tmp_path_factory.mktemp('path')
+  (folder / 'their_plugins').mkdir()
+  (folder / 'their_plugins' / 'digits.py').write_text(VERIFIER)
+  (folder / 'their_plugins' / 'nan_grpo.py').write_text(ALGORITHM)
+  return folder
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory):
+  return tmp_path_factory.mktemp('compiled')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def environment(plugins, cache):
+  """Two devices, plugins that can be imported, programs compiled once."""
+  devices = jax.devices()[:2]
+  settings = {
+    'jax_compilation_cache_dir': str(cache),
+    'jax_persistent_cache_min_compile_time_secs': 0.0,
+    'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(plugins)
+    patch.setattr(jax, 'devices', lambda: devices)
+    compilation_cache.reset_cache()
+    for name, value in settings.items():
+      jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+  """A synchronous run that nobody interrupts: (workdir, summary)."""
+  workdir = tmp_path_factory.mktemp('finished')
+  return workdir, train(tiny(), workdir)
+
+
+def lines(workdir, name='metrics'):
+  path = workdir / f'{name}.jsonl'
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TIMED = ('time', 'tokens_per_second')
+
+
+def untimed(workdir):
+  """The lines of metrics.jsonl without what depends on the clock."""
+  return [
+    {
+      k: v
+      for k, v in line.items()
+      if k not in TIMED and not k.startswith(('seconds/', 'utilisation/'))
+    }
+    for line in lines(workdir)
+  ]
+
+
+def steps_with(workdir, key):
+  return [line['step'] for line in lines(workdir) if key in line]
+
+
+def checkpoints(workdir, phase='rl'):
+  folder = workdir / 'checkpoints' / phase
+  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
+def check_balance(tokens):
+  parts = sum(v for k, v in tokens.items() if k != 'generated')
+  assert tokens['generated'] == parts > 0
+
+
+def stop_after(patch, method, step):
+  """An event that is set when the journal's `method` is told of `step`."""
+  stop = threading.Event()
+  original = getattr(Journal, method)
+
+  def told(self, at, *args):
+    original(self, at, *args)
+    if at == step:
+      stop.set()
+
+  patch.setattr(Journal, method, told)
+  return stop
+
+
+def stopped(config, workdir, method, step):
+  """Runs until the journal's `method` is told of `step`, and then stops."""
+  with pytest.MonkeyPatch.context() as patch:
+    stop = stop_after(patch, method, step)
+    with pytest.raises(Stopped) as error:
+      train(config, workdir, stop)
+  return str(error.value)
+
+
+# ---- what a finished run leaves
+
+
+def test_summary(finished):
+  workdir, summary = finished
+  on_disk = json.loads((workdir / 'summary.json').read_text())
+  assert on_disk.keys() == summary.keys()
+  evaluation = on_disk['evaluation']
+  assert list(evaluation) == ['before_sft', 'after_sft', 'after_rl']
+  assert [e['step'] for e in evaluation.values()] == [0, 0, STEPS]
+  for e in evaluation.values():
+    assert 0 <= e['low'] <= e['pass_at_1'] <= e['high'] <= 1 and e['n'] == 8
+  for lane in ('generation', 'training'):
+    seconds = sum(on_disk['seconds'][lane].values())
+    assert seconds == pytest.approx(on_disk['wall_seconds'], rel=0.01)
+  # What the sync sends: before SFT, after it, after each step.
+  assert on_disk['sync']['count'] == STEPS + 2
+  assert on_disk['sync']['bytes'] > 0 and on_disk['sync']['seconds'] > 0
+  assert len(on_disk['params_sha256']) == 64
+  assert {'python', 'jax', 'optax'} <= on_disk['versions'].keys()
+  assert len(on_disk['hardware']['devices']) == 2
+  assert on_disk['command'] == sys.argv
+  assert 'split' in on_disk['mesh']
+
+
+def test_generator_and_learner_agree_in_float32(finished):
+  parity = finished[1]['parity']
+  assert parity['num_tokens'] >= 4 * SAMPLES
+  assert parity['mean'] <= parity['max'] <= 1e-5
+
+
+def test_files_have_every_step_once(finished):
+  workdir, _ = finished
+  assert steps_with(workdir, 'sft/loss') == [0, 1, 2]
+  assert steps_with(workdir, 'reward') == list(range(STEPS))
+  assert steps_with(workdir, 'evaluation/pass_at_1') == [0, 0, STEPS]
+  rollouts = lines(workdir, 'rollouts')
+  assert [r['prompt_id'] for r in rollouts] == [
+    prompt for prompt in range(STEPS * PROMPTS) for _ in range(SAMPLES)
+  ]
+  assert [r['step'] for r in rollouts] == [
+    step for step in range(STEPS) for _ in range(PROMPTS * SAMPLES)
+  ]
+  assert checkpoints(workdir) == [STEPS - 1, STEPS]
+
+
+def test_tokens_balance(finished):
+  workdir, summary = finished
+  tokens = summary['tokens']
+  check_balance(tokens)
+  rollouts = lines(workdir, 'rollouts')
+  trained = tokens['consumed/update'] + tokens.get('dropped/no_signal', 0)
+  assert trained == sum(r['num_completion_tokens'] for r in rollouts)
+  assert tokens['consumed/update'] > 0
+  assert tokens['consumed/gate'] == summary['parity']['num_tokens']
+
+
+def test_synchronous_rollouts_are_of_the_newest_weights(finished):
+  for rollout in lines(finished[0], 'rollouts'):
+    assert rollout['policy_version_oldest'] == rollout['step']
+    assert rollout['policy_version_newest'] == rollout['step']
+
+
+# ---- synchronous: equal to the loop that one would write down
+
+
+def reference_loop(config, workdir):
+  """RL from the SFT parameters of `workdir`; returns the last parameters."""
+  s = configs.settings(config)
+  with parts.build(s) as p, Saves(workdir, s.checkpoint) as saves:
+    learner = p.rl_learner()
+    start = saves.restore('sft', p.sft_learner().abstract_state())
+    state = learner.init_state(start.state.params)
+    (scheduler,) = p.schedulers
+    for step in range(s.run.num_steps):
+      sent = p.sync.send(state.params, step)
+      scheduler.offer_params(sent.params[0], step)
+      prompts = p.stream.take(s.run.prompts_per_step)
+      rollouts = {}
+      for prompt in prompts:
+        scheduler.submit(Request(prompt, SAMPLES, p.sampling, step))
+      while not scheduler.idle:
+        for done in scheduler.step():
+          key = done.request.prompt.prompt_id, done.sample_index
+          rollouts[key] = done
+      items = []
+      for prompt in prompts:
+        group = [rollouts[prompt.prompt_id, i] for i in range(SAMPLES)]
+        rewards = []
+        for c in group:
+          end = -1 if c.finish_reason == 'stop' else None
+          text = p.tokenizer.decode(c.tokens[:end])
+          rewards.append(p.verifier.verify(text, prompt.answer).score)
+        rewards = np.array(rewards)
+        if rewards.min() == rewards.max():
+          continue
+        advantages = (rewards - rewards.mean()) / rewards.std()
+        items += list(zip([prompt] * SAMPLES, group, advantages))
+      weight = 1 / sum(len(c.tokens) for _, c, _ in items)
+      zeros = [np.zeros(len(prompt.tokens)) for prompt, _, _ in items]
+      rows = [
+        Item(
+          tokens=np.concatenate([prompt.tokens, c.tokens]),
+          loss_mask=np.append(zero, np.ones(len(c.tokens))),
+          behavior_logprobs=np.append(zero, c.behavior_logprobs),
+          kept_logmass=np.append(zero, c.kept_logmass),
+          advantage=advantage,
+          weight=weight,
+        )
+        for (prompt, c, advantage), zero in zip(items, zeros)
+      ]
+      batch = pack(rows, s.learner.row_tokens)
+      state, _ = learner.update(state, batch, step)
+    return state.params
+
+
+def test_synchronous_run_is_the_plain_loop(finished):
+  workdir, summary = finished
+  params = reference_loop(tiny(), workdir)
+  assert digest(params) == summary['params_sha256']
+
+
+# ---- resume
+
+
+def test_resume_is_no_interruption(finished, tmp_path):
+  workdir, summary = finished
+  # In SFT, in RL, and with everything there is.
+  message = stopped(tiny(), tmp_path, 'imitated', 1)
+  assert message == 'stopped in SFT at step 2'
+  assert checkpoints(tmp_path, 'sft') == [1, 2]
+  message = stopped(tiny(), tmp_path, 'trained', 1)
+  assert message == 'stopped at step 2; everything is saved'
+  assert checkpoints(tmp_path) == [1, 2]
+  resumed = train(tiny(), tmp_path)
+  assert resumed['params_sha256'] == summary['params_sha256']
+  assert untimed(tmp_path) == untimed(workdir)
+  assert lines(tmp_path, 'rollouts') == lines(workdir, 'rollouts')
+  assert resumed['evaluation'].keys() == summary['evaluation'].keys()
+  check_balance(resumed['tokens'])
+  for kind in ('consumed/update', 'consumed/evaluation'):
+    assert resumed['tokens'][kind] == summary['tokens'][kind]
+
+
+def test_another_config_is_refused_by_name(finished):
+  workdir, _ = finished
+  config = tiny(optimizer__learning_rate=0.5, seed=3)
+  with pytest.raises(ValueError) as error:
+    train(config, workdir)
+  message = str(error.value)
+  assert 'optimizer.learning_rate: 0.0005 -> 0.5' in message
+  assert 'seed: 0 -> 3' in message and '--workdir' in message
+  assert checkpoints(workdir) == [STEPS - 1, STEPS]
+
+
+# ---- what stops a run
+
+
+def test_a_generator_with_other_weights_does_not_start(tmp_path, monkeypatch):
+  send = Sync.send
+
+  def scaled(self, params, version):
+    sent = send(self, params, version)
+    sent.params[0]['stem']['final_norm'] *= 1.001
+    return sent
+
+  monkeypatch.setattr(Sync, 'send', scaled)
+  with pytest.raises(ParityError, match=r'differ by max .*parity\.max_abs'):
+    train(tiny(sft__num_steps=0), tmp_path)
+  assert steps_with(tmp_path, 'reward') == checkpoints(tmp_path) == []
+
+
+def test_a_dead_generator_ends_the_run(tmp_path, monkeypatch):
+  class Broken(RuntimeError):
+    pass
+
+  generate, calls = Engine.generate, []
+
+  def breaks(self):
+    calls.append(time.monotonic())
+    if len(calls) == 3:
+      raise Broken('of the engine')
+    return generate(self)
+
+  monkeypatch.setattr(Engine, 'generate', breaks)
+  with pytest.raises(Broken, match='of the engine'):
+    train(tiny(sft__num_steps=0), tmp_path)
+  assert len(calls) == 3 and time.monotonic() - calls[-1] < 10
+
+
+def test_a_dead_verifier_ends_the_run(tmp_path, monkeypatch):
+  start, trained = VerifierService._start_process, Journal.trained
+  processes, killed = [], []
+
+  def recorded(self):
+    processes.append(start(self))
+    return processes[-1]
+
+  def kills(self, step, *args):
+    trained(self, step, *args)
+    if step == 1:
+      os.kill(processes[-1].pid, signal.SIGKILL)
+      killed.append(time.monotonic())
+
+  monkeypatch.setattr(VerifierService, '_start_process', recorded)
+  monkeypatch.setattr(Journal, 'trained', kills)
+  with pytest.raises(RuntimeError, match=r'supervisor of verifier .* ended'):
+    train(tiny(sft__num_steps=0), tmp_path)
+  assert time.monotonic() - killed[0] < 10
+  assert steps_with(tmp_path, 'reward') == [0, 1]
+
+
+def test_a_lost_token_is_found(tmp_path, monkeypatch):
+  step, calls = Scheduler.step, []
+
+  def loses(self):
+    done = step(self)
+    calls.append(done)
+    if len(calls) == 3:
+      self.tokens_generated += 1
+    return done
+
+  monkeypatch.setattr(Scheduler, 'step', loses)
+  with pytest.raises(LedgerError, match=r'\+1 unaccounted for'):
+    train(tiny(sft__num_steps=0), tmp_path)
+
+
+def test_nan_names_the_step_and_spares_the_checkpoint(
+  tmp_path, monkeypatch, finished
+):
+  from their_plugins import nan_grpo
+
+  config = tiny(algorithm__name='their_plugins.nan_grpo')
+  monkeypatch.setattr(nan_grpo, 'groups_until_nan', 2 * PROMPTS)
+  with pytest.raises(NonFinite, match=r'^step 2: loss=nan'):
+    train(config, tmp_path)
+  assert steps_with(tmp_path, 'reward') == [0, 1]
+  assert checkpoints(tmp_path) == [1, 2]
+  # Mended, it goes on from there as if nothing had been.
+  monkeypatch.setattr(nan_grpo, 'groups_until_nan', float('inf'))
+  summary = train(config, tmp_path)
+  assert summary['params_sha256'] == finished[1]['params_sha256']
+
+
+# ---- groups without signal, rollouts without score
+
+
+def digests_sent(patch):
+  """Digest of the parameters by the version that is sent, as it grows."""
+  send, found = Sync.send, {}
+
+  def recorded(self, params, version):
+    found[version] = digest(params)
+    return send(self, params, version)
+
+  patch.setattr(Sync, 'send', recorded)
+  return found
+
+
+def test_without_signal_no_update(tmp_path, monkeypatch):
+  sent = digests_sent(monkeypatch)
+  config = tiny('same', sft__num_steps=0, num_steps=3)
+  tokens = train(config, tmp_path)['tokens']
+  metrics = [x for x in lines(tmp_path) if 'reward' in x]
+  assert [x['skipped_update'] for x in metrics] == [1, 1, 1]
+  assert not any(key.startswith('update/') for x in metrics for key in x)
+  assert sorted(sent) == [0, 1, 2, 3] and len(set(sent.values())) == 1
+  assert tokens['consumed/update'] == 0 < tokens['dropped/no_signal']
+  check_balance(tokens)
+
+
+def test_what_has_no_score_leaves_the_group(tmp_path):
+  config = tiny('broken', sft__num_steps=0, num_steps=2)
+  summary = train(config, tmp_path)
+  rollouts = lines(tmp_path, 'rollouts')
+  broken = [r for r in rollouts if r['status'] == 'error']
+  assert 0 < len(broken) < len(rollouts)
+  assert all('disk full' in r['reason'] for r in broken)
+  tokens = summary['tokens']
+  assert tokens['dropped/unscored'] == sum(
+    r['num_completion_tokens'] for r in broken
+  )
+  assert tokens['consumed/update'] > 0
+  check_balance(tokens)
