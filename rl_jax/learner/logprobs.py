@@ -54,13 +54,13 @@ def token_logprobs(
   # padding, most of them in RL, are never scored.
   order_BT = jnp.argsort(~wanted_BT, axis=1, stable=True)
 
-  @jax.checkpoint
   def score(hidden_BCD, targets_BC):
     logits = model.logits(params, hidden_BCD) / temperature
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, targets_BC[..., None], -1)[..., 0]
     return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
+  @jax.checkpoint  # around cond, which would keep the head once a chunk
   def score_if_wanted(inputs):
     hidden_BCD, targets_BC, wanted_BC = inputs
     zeros_BC = jnp.zeros(targets_BC.shape, jnp.float32)
