@@ -5,9 +5,11 @@ compilation cache afterwards. Everything runs on two of the CPU devices.
 """
 
 import json
+import math
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -445,6 +447,7 @@ def test_a_lost_token_is_found(tmp_path, monkeypatch):
     train(tiny(sft__num_steps=0), tmp_path)
 
 
+@pytest.mark.slow
 def test_nan_names_the_step_and_spares_the_checkpoint(
   tmp_path, monkeypatch, finished
 ):
@@ -489,6 +492,7 @@ def test_without_signal_no_update(tmp_path, monkeypatch):
   check_balance(tokens)
 
 
+@pytest.mark.slow
 def test_what_has_no_score_leaves_the_group(tmp_path):
   config = tiny('broken', sft__num_steps=0, num_steps=2)
   summary = train(config, tmp_path)
@@ -502,3 +506,253 @@ def test_what_has_no_score_leaves_the_group(tmp_path):
   )
   assert tokens['consumed/update'] > 0
   check_balance(tokens)
+
+
+# ---- asynchronous
+
+
+def check_staleness(rollouts, most):
+  """No token is too old, and some are as old as a bounded buffer makes."""
+  stale = [r['step'] - r['policy_version_oldest'] for r in rollouts]
+  assert 0 < max(stale) <= most and min(stale) == 0
+
+
+def check_consumed_once(rollouts, num_steps):
+  drawn = [(r['prompt_id'], r['sample_index']) for r in rollouts]
+  assert drawn == [
+    (prompt, sample)
+    for prompt in range(num_steps * PROMPTS)
+    for sample in range(SAMPLES)
+  ]
+
+
+# Completions that the gate and the evaluation before RL draw.
+BEFORE = 4 * SAMPLES + 8
+
+
+def hold_after(patch, num_completions, version=math.inf):
+  """The generators stand still once they have returned so many.
+
+  Until they have the weights of `version`; without it, for ever.
+  """
+  step, returned, schedulers = Scheduler.step, [], set()
+
+  def holds(self):
+    schedulers.add(self)
+    new = self.awaits_params or self.policy_version >= version
+    if len(returned) >= num_completions and not new:
+      return []
+    done = step(self)
+    returned.extend(done)
+    return done
+
+  patch.setattr(Scheduler, 'step', holds)
+  return schedulers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('on_new_weights', ['keep', 'recompute', 'drain'])
+def test_asynchronous(on_new_weights, tmp_path, monkeypatch):
+  # Few slots and short dispatches: of the twelve prompts that are admitted at
+  # once, some are under way when the weights of version 1 come.
+  config = tiny(
+    max_staleness=2,
+    num_steps=5,
+    sft__num_steps=0,
+    generator__num_slots=4,
+    generator__steps_per_dispatch=1,
+    generator__on_new_weights=on_new_weights,
+  )
+  held = hold_after(monkeypatch, BEFORE + 6 * SAMPLES, version=1)
+  tokens = train(config, tmp_path)['tokens']
+  rollouts = lines(tmp_path, 'rollouts')
+  check_consumed_once(rollouts, 5)
+  check_staleness(rollouts, 2)
+  assert steps_with(tmp_path, 'reward') == [0, 1, 2, 3, 4]
+  trained = tokens['consumed/update'] + tokens.get('dropped/no_signal', 0)
+  assert trained == sum(r['num_completion_tokens'] for r in rollouts)
+  check_balance(tokens)
+  (scheduler,) = held
+  assert (scheduler.preemptions > 0) == (on_new_weights == 'recompute')
+  mixed = [
+    r
+    for r in rollouts
+    if r['policy_version_oldest'] < r['policy_version_newest']
+  ]
+  assert bool(mixed) == (on_new_weights != 'drain')
+
+
+@pytest.mark.slow
+def test_resume_with_groups_ready_and_prompts_in_flight(tmp_path):
+  config = tiny(
+    max_staleness=2,
+    num_steps=5,
+    sft__num_steps=0,
+    generator__num_slots=4,
+    generator__steps_per_dispatch=1,
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    # Of the twelve prompts admitted at once, four are trained on and two or
+    # so are ready, which leaves some in flight.
+    hold_after(patch, BEFORE + 6 * SAMPLES)
+    stopped(config, tmp_path, 'trained', 0)
+  saved = json.loads(host_of(tmp_path, 1))
+  rollouts = saved['rollouts']
+  ready, in_flight = rollouts['ready'].keys(), rollouts['in_flight'].keys()
+  assert ready and in_flight and not ready & in_flight
+  assert {int(i) for i in ready | in_flight} == set(
+    range(PROMPTS, rollouts['num_admitted'])
+  )
+  assert rollouts['unfinished_tokens'] > 0
+  summary = train(config, tmp_path)
+  check_consumed_once(lines(tmp_path, 'rollouts'), 5)
+  check_staleness(lines(tmp_path, 'rollouts'), 2)
+  tokens = summary['tokens']
+  assert tokens['dropped/interrupted'] == rollouts['unfinished_tokens']
+  check_balance(tokens)
+
+
+def host_of(workdir, step):
+  """What a checkpoint holds besides arrays, as text."""
+  path = workdir / 'checkpoints' / 'rl' / str(step) / 'host' / 'metadata'
+  return json.loads(path.read_text())['host']
+
+
+# ---- the reference of the KL
+
+
+@pytest.mark.slow
+def test_kl_to_the_policy_that_rl_began_with(tmp_path):
+  config = tiny(algorithm__kl_coef=0.1, num_steps=3)
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  summary = train(config, whole)
+  kl = [x['update/kl_reference'] for x in lines(whole) if 'reward' in x]
+  assert kl[0] == 0 < kl[1]  # at first, policy and reference are the same
+  stopped(config, parts, 'trained', 0)
+  resumed = train(config, parts)
+  assert resumed['params_sha256'] == summary['params_sha256']
+  assert untimed(parts) == untimed(whole)
+
+
+# ---- what a resumed run may change
+
+
+@pytest.mark.slow
+def test_a_run_may_grow(finished, tmp_path):
+  workdir, summary = finished
+  train(tiny(num_steps=2), tmp_path)
+  grown = train(tiny(), tmp_path)
+  assert grown['params_sha256'] == summary['params_sha256']
+  assert lines(tmp_path, 'rollouts') == lines(workdir, 'rollouts')
+  assert grown['evaluation']['after_rl']['step'] == STEPS
+  # Once at its end, it does nothing again.
+  again = train(tiny(), tmp_path)
+  assert again['params_sha256'] == summary['params_sha256']
+  assert steps_with(tmp_path, 'reward') == list(range(STEPS))
+
+
+# ---- bfloat16
+
+
+@pytest.mark.slow
+def test_bfloat16_agrees_closely_enough(tmp_path):
+  config = tiny(
+    num_steps=2,
+    sft__num_steps=0,
+    generator__dtype='bfloat16',
+    learner__compute_dtype='bfloat16',
+    parity__max_abs=2.0,
+    parity__mean_abs=0.02,
+  )
+  summary = train(config, tmp_path)
+  assert 0 < summary['parity']['mean'] <= 0.02
+  assert steps_with(tmp_path, 'reward') == [0, 1]
+
+
+# ---- as a shell runs it
+
+LAUNCHED = """
+import json
+import pathlib
+from configs import base
+
+def get_config():
+  config = base.get_config()
+  values = json.loads(pathlib.Path(__file__).with_suffix('.json').read_text())
+  config.update(values)
+  config.mesh.num_cpu_devices = 2
+  return config
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, plugins, cache):
+  """Starts launch/run.py on the tiny config in a process of its own."""
+  (tmp_path / 'tiny.py').write_text(LAUNCHED)
+  (tmp_path / 'tiny.json').write_text(tiny().to_json())
+  environment = os.environ | {
+    'PYTHONPATH': str(plugins),
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+  }
+
+  def launch(workdir):
+    return subprocess.Popen(
+      [
+        *(sys.executable, str(ROOT / 'launch' / 'run.py')),
+        *(f'--config={tmp_path / "tiny.py"}', f'--workdir={workdir}'),
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+      env=environment,
+    )
+
+  return launch
+
+
+def run_until(process, prefix, number):
+  """Sends the signal when a line starts so; returns (exit code, output)."""
+  output = []
+  with process:
+    for line in process.stdout:
+      output.append(line)
+      if prefix and line.startswith(prefix):
+        process.send_signal(number)
+        prefix = None
+  assert prefix is None, ''.join(output)
+  return process.returncode, ''.join(output)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on(launch, tmp_path):
+  whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+  code, output = run_until(launch(whole), None, 0)
+  assert code == 0, output
+  for prefix in ('sft 3/3', 'step    2/4', 'evaluation after_rl'):
+    code, output = run_until(launch(killed), prefix, signal.SIGKILL)
+    assert code == -signal.SIGKILL, output
+  code, output = run_until(launch(killed), None, 0)
+  assert code == 0, output
+  assert 'resumed         rl' in output
+  summaries = [
+    json.loads((w / 'summary.json').read_text()) for w in (whole, killed)
+  ]
+  assert summaries[0]['params_sha256'] == summaries[1]['params_sha256']
+  assert untimed(killed) == untimed(whole)
+  assert lines(killed, 'rollouts') == lines(whole, 'rollouts')
+  assert steps_with(killed, 'reward') == list(range(STEPS))
+  check_balance(summaries[1]['tokens'])
+
+
+@pytest.mark.slow
+def test_sigterm_saves_everything(launch, tmp_path):
+  workdir = tmp_path / 'run'
+  code, output = run_until(launch(workdir), 'step    2/4', signal.SIGTERM)
+  assert code == 143, output
+  assert 'everything is saved; the same command goes on' in output
+  done = steps_with(workdir, 'reward')
+  assert done == list(range(checkpoints(workdir)[-1]))
+  assert 2 <= len(done) < STEPS
