@@ -35,7 +35,8 @@ def token_logprobs(
   finite.
 
   Returns:
-    (log-probabilities, entropies), [B, T] float32 both.
+    (log-probabilities, entropies), [B, T] float32 both; the entropies are a
+    measurement and carry no gradient.
   """
   B, T = tokens_BT.shape
   hidden_BTD, _ = model.hidden(
@@ -58,7 +59,8 @@ def token_logprobs(
     logits = model.logits(params, hidden_BCD) / temperature
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(logprobs, targets_BC[..., None], -1)[..., 0]
-    return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    fixed = jax.lax.stop_gradient(logprobs)
+    return chosen, -jnp.sum(jnp.exp(fixed) * fixed, axis=-1)
 
   @jax.checkpoint  # around cond, which would keep the head once a chunk
   def score_if_wanted(inputs):
