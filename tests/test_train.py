@@ -756,3 +756,28 @@ def test_sigterm_saves_everything(launch, tmp_path):
   done = steps_with(workdir, 'reward')
   assert done == list(range(checkpoints(workdir)[-1]))
   assert 2 <= len(done) < STEPS
+
+
+# ---- what it is all for
+
+
+@pytest.mark.slow
+def test_reward_rises(tmp_path):
+  """A model that has hardly seen sums learns them from reward alone."""
+  config = tiny(
+    num_steps=90,
+    prompts_per_step=16,
+    completions_per_prompt=8,
+    generator__num_slots=128,
+    generator__prefill_rows=16,
+    learner__rows_per_microbatch=64,
+    optimizer__learning_rate=2e-3,
+    sft__num_steps=25,
+    sft__examples_per_step=64,
+    sft__learning_rate=3e-3,
+    checkpoint__every_steps=100,
+  )
+  config.verifier = dict(name='math_answer', extract='whole')
+  train(config, tmp_path)
+  reward = [x['reward'] for x in lines(tmp_path) if 'reward' in x]
+  assert np.mean(reward[-5:]) >= np.mean(reward[:5]) + 0.2
