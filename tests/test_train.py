@@ -392,6 +392,7 @@ def test_a_generator_with_other_weights_does_not_start(tmp_path, monkeypatch):
   assert steps_with(tmp_path, 'reward') == checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_dead_generator_ends_the_run(tmp_path, monkeypatch):
   class Broken(RuntimeError):
     pass
@@ -410,6 +411,7 @@ def test_a_dead_generator_ends_the_run(tmp_path, monkeypatch):
   assert len(calls) == 3 and time.monotonic() - calls[-1] < 10
 
 
+@pytest.mark.slow
 def test_a_dead_verifier_ends_the_run(tmp_path, monkeypatch):
   start, trained = VerifierService._start_process, Journal.trained
   processes, killed = [], []
@@ -432,6 +434,7 @@ def test_a_dead_verifier_ends_the_run(tmp_path, monkeypatch):
   assert steps_with(tmp_path, 'reward') == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_lost_token_is_found(tmp_path, monkeypatch):
   step, calls = Scheduler.step, []
 
@@ -480,6 +483,7 @@ def digests_sent(patch):
   return found
 
 
+@pytest.mark.slow
 def test_without_signal_no_update(tmp_path, monkeypatch):
   sent = digests_sent(monkeypatch)
   config = tiny('same', sft__num_steps=0, num_steps=3)
