@@ -25,6 +25,15 @@ def test_answers_are_right():
   ] == arithmetic.base.Row('0-3=', '-3', '-3')
 
 
+def test_operands_have_the_digits_asked_for():
+  keys = dict(min_digits=2, max_digits=2, heldout_fraction=0.0)
+  assert _prompts(**keys) == {
+    f'{a}+{b}=' for a in range(10, 100) for b in range(10, 100)
+  }
+  with pytest.raises(ValueError, match='min_digits=3'):
+    Config(min_digits=3, max_digits=2)
+
+
 @pytest.mark.parametrize('seeds', [(0, 0), (0, 1)])
 def test_splits_share_nothing_and_miss_nothing(seeds):
   train = _prompts(seed=seeds[0])
