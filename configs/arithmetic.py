@@ -13,7 +13,7 @@ from configs import base
 
 def get_config() -> ConfigDict:
   config = base.get_config()
-  config.num_steps = 200
+  config.num_steps = 380
   config.prompts_per_step = 128
   config.completions_per_prompt = 4
   config.mesh.mode = 'split'
@@ -21,32 +21,32 @@ def get_config() -> ConfigDict:
   config.model.tokenizer = 'chars:0123456789+='
   config.model.architecture = dict(
     num_layers=2,
-    d_model=96,
-    num_heads=3,
-    num_kv_heads=3,
+    d_model=128,
+    num_heads=4,
+    num_kv_heads=4,
     head_dim=32,
-    d_ffn=256,
+    d_ffn=384,
   )
   sums = dict(name='arithmetic', min_digits=2, max_digits=2, operators='+')
   config.prompts.train = dict(sums=dict(**sums, split='train'))
   config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
   config.prompts.max_prompt_tokens = 8
-  config.sampling.max_tokens = 8
+  config.sampling.max_tokens = 5
   config.generator.num_slots = 256
   config.generator.steps_per_dispatch = 4
-  config.generator.prefill_rows = 32
+  config.generator.prefill_rows = 64
   config.generator.prefill_chunk = 8
   config.learner.row_tokens = 32
   config.learner.logprob_chunk = 32
-  config.learner.rows_per_microbatch = 48
+  config.learner.rows_per_microbatch = 24
   config.learner.remat = False
-  config.optimizer.learning_rate = 7e-4
-  config.optimizer.warmup_steps = 20
+  config.optimizer.learning_rate = 1.7e-3
+  config.optimizer.warmup_steps = 10
   config.optimizer.decay = 'linear'
   config.optimizer.b2 = 0.99
-  config.sft.num_steps = 300
+  config.sft.num_steps = 135
   config.sft.examples_per_step = 128
-  config.sft.learning_rate = 2e-3
+  config.sft.learning_rate = 4e-3
   config.sft.warmup_steps = 10
   config.evaluation.num_prompts = 512
   config.checkpoint.every_steps = 20

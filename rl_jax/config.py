@@ -217,6 +217,8 @@ def _check(s: Settings) -> None:
       f'completions_per_prompt={s.run.completions_per_prompt}: must be >= 2; '
       'an advantage is relative to the other completions of a prompt.'
     )
+  if not 0 <= s.run.seed < 2**31:
+    raise ValueError(f'seed={s.run.seed}: must be in [0, 2**31).')
   s.sampling_params(())
   if s.sampling.temperature == 0:
     raise ValueError(

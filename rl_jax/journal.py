@@ -123,6 +123,10 @@ class Journal:
       f'{values["truncation_rate"]:.0%} truncated'
     )
 
+  def has_evaluated(self, name: str, step: int) -> bool:
+    """Whether the run that this one resumes has done it."""
+    return self.evaluations.get(name, {}).get('step') == step
+
   def gated(self, difference: np.ndarray, groups: Sequence[Group]) -> None:
     self.ledger.consumed(_tokens(groups), 'gate')
     self.parity = {

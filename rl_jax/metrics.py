@@ -208,6 +208,12 @@ class Timeline:
         self._charge(lane, self._clock())
         self._states[lane].pop()
 
+  def add(self, name: str, seconds: float) -> None:
+    """Books time that every lane spent before the clock started."""
+    with self._lock:
+      for states in self._seconds.values():
+        states[name] += seconds
+
   def seconds(self) -> dict[str, dict[str, float]]:
     """Seconds by lane and state up to now, the running states included."""
     with self._lock:

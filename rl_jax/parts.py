@@ -126,6 +126,8 @@ def build(settings: Settings):
   plan.check_params(model.specs())
   plan.check_rows(s.learner.rows_per_microbatch)
   stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
+  if s.sft.num_steps:
+    stream.check_solutions()
   heldout = [
     dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
     for p in heldout_prompts(

@@ -33,6 +33,8 @@ def plugin(folder: str, name: str) -> ModuleType:
       those that exist.
   """
   path = name if '.' in name else f'rl_jax.{folder}.{name}'
+  if not all(path.split('.')):  # importlib would take it as relative
+    raise ValueError(f'{folder}: there is no {name!r}. {_legal(folder)}')
   try:
     module = importlib.import_module(path)
   except ModuleNotFoundError as e:

@@ -33,7 +33,6 @@ def run(
   """Parameters after the supervised phase, on the training mesh.
 
   Raises:
-    ValueError: a source has no solutions to imitate.
     Stopped: `stop` was set, and everything is saved.
   """
   config = p.settings.sft
@@ -64,13 +63,7 @@ def run(
 def _batch(p: Parts, stream: PromptStream, prompts: list[Prompt]) -> TrainBatch:
   items = []
   for prompt in prompts:
-    text = stream.solution(prompt)
-    if not text:
-      raise ValueError(
-        f'{prompt.row} has no solution to imitate; set sft.num_steps=0, or '
-        'name the column of solutions in prompts.train.'
-      )
-    solution = p.tokenizer.encode(text, continues=True)
+    solution = p.tokenizer.encode(stream.solution(prompt), continues=True)
     solution = np.append(solution, p.tokenizer.stop_ids[0])
     tokens, mask = sft.example(prompt.tokens, solution)
     items.append((tokens, mask))

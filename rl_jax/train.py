@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,6 +60,7 @@ def train(
     NonFinite: a loss or a gradient was not finite; names the step.
     Stopped: `stop` was set, and everything is saved.
   """
+  begun = time.monotonic()
   stop = stop or threading.Event()
   # Act 1: all that can be wrong with config, data and devices is said here.
   s = configs.settings(config)
@@ -81,6 +83,7 @@ def train(
       Journal(workdir, configs.as_dict(config), account) as journal,
       p.rollout_worker(buffer, journal.timeline, journal.ledger) as worker,
     ):
+      journal.timeline.add('build', time.monotonic() - begun)
       journal.say(f'devices         {p.plan.describe()}')
       if newest:
         journal.say(f'resumed         {"rl" if saved else "sft"} {newest.step}')
@@ -226,7 +229,9 @@ def _gate(
 def _evaluate(
   p: Parts, name: str, step: int, worker: RolloutWorker, journal: Journal
 ) -> None:
-  """Held-out pass@k by the same path as training."""
+  """Held-out pass@k by the same path as training; once for a step."""
+  if journal.has_evaluated(name, step):
+    return
   config = p.settings.evaluation
   with journal.training('evaluate'):
     groups = worker.generate(

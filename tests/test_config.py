@@ -134,6 +134,8 @@ def test_none_is_nobodys_default(cls):
     ({'sampling.stop_ids': (1,)}, r'sampling\.stop_ids is not a key'),
     ({'algorithm.name': 'gpro'}, "Did you mean 'grpo'"),
     ({'verifier.name': 'service'}, "'service' is no plugin"),
+    ({'verifier.name': '.mine'}, r"there is no '\.mine'\. Legal: math_answer"),
+    ({'algorithm.name': ''}, r"there is no ''\. Legal: grpo"),
     ({'algorithm.name': ...}, r'algorithm\.name is missing'),
     ({'algorithm': ...}, r'algorithm\.name is missing'),
     ({'verifier': ...}, r'verifier\.name is missing'),
@@ -153,6 +155,8 @@ def test_keys_and_types(changes, message):
   'changes, message',
   [
     ({'num_steps': -1}, r'^num_steps=-1: must be >= 0'),
+    ({'seed': -1}, r'^seed=-1: must be in \[0, 2\*\*31\)'),
+    ({'seed': 2**31}, r'^seed=2147483648: must be in'),
     ({'prompts_per_step': 0}, r'^prompts_per_step=0: must be >= 1'),
     ({'max_staleness': -1}, r'^max_staleness=-1: must be >= 0'),
     ({'sft.num_steps': -1}, r'^sft\.num_steps=-1: must be >= 0'),

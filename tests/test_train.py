@@ -651,6 +651,8 @@ def test_a_run_may_grow(finished, tmp_path):
   assert grown['evaluation']['after_rl']['step'] == STEPS
   # Once at its end, it does nothing again.
   again = train(tiny(), tmp_path)
+  used = 'consumed/evaluation'
+  assert again['tokens'][used] == grown['tokens'][used]
   assert again['params_sha256'] == summary['params_sha256']
   assert steps_with(tmp_path, 'reward') == list(range(STEPS))
 

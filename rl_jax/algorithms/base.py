@@ -56,7 +56,7 @@ class LossInputs(NamedTuple):
 
   logprobs: jax.Array  # of the parameters being updated
   behavior_logprobs: jax.Array  # of the policy that drew the token
-  reference_logprobs: jax.Array  # of the KL anchor; zeros where kl_coef == 0
+  reference_logprobs: jax.Array | None  # of the KL anchor, if there is one
   advantages: jax.Array
   loss_mask: jax.Array
 
@@ -83,7 +83,16 @@ KL_ESTIMATORS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def kl(inputs: LossInputs, config: Config) -> jax.Array:
-  """The estimate of each token, [B, T]; differentiable."""
+  """The estimate of each token, [B, T]; differentiable.
+
+  Raises:
+    ValueError: there is no reference.
+  """
+  if inputs.reference_logprobs is None:
+    raise ValueError(
+      'a KL needs reference log-probs: call Learner.set_reference before the '
+      'first update.'
+    )
   log_r = jnp.where(
     inputs.loss_mask > 0, inputs.reference_logprobs - inputs.logprobs, 0.0
   )

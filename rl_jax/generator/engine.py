@@ -8,7 +8,8 @@ two of them. Which verb runs when is the scheduler's business; running out of
 pages raises OutOfPages and changes nothing.
 
 The samples of a prompt share its full pages; only the last, partial page is
-copied. Every program has one shape, so nothing compiles after the first use
+copied: `insert` notes the copy, and all that are noted run in one dispatch
+before anything else touches the pages. Every program has one shape, so nothing compiles after the first use
 of each verb. Slot state lives on the host and travels with each dispatch;
 tokens, log-probs and counts come back in one array.
 
@@ -180,6 +181,7 @@ class Engine:
     self.pool = PagePool(self.num_pages)
     self._slots = _Slots.empty(config.num_slots, self._width, max_stop_ids)
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
+    self._noted: list[tuple[int, int]] = []  # page copies: source, target
     self._caches, sharding = self._new_caches()
     out = (sharding, NamedSharding(mesh, PartitionSpec()))
     self._prefill = jax.jit(
@@ -214,6 +216,7 @@ class Engine:
     """
     R, C = self.config.prefill_rows, self.config.prefill_chunk
     assert 0 < len(prefixes) <= R, len(prefixes)
+    self._copy_noted()
     tokens = np.zeros((R, C), np.int32)
     start, count = np.zeros(R, np.int32), np.zeros(R, np.int32)
     table = np.zeros((R, self._width), np.int32)
@@ -246,19 +249,14 @@ class Engine:
     num_full = len(prefix.tokens) // size
     partial = num_full < len(prefix.pages)
     own = self.pool.allocate(len(assignment)) if partial else []
-    source = np.zeros(self.config.num_slots, np.int32)
-    target = np.zeros(self.config.num_slots, np.int32)
     for i, (index, slot) in enumerate(assignment.items()):
       assert not self._slots.active[slot], slot
       shared = prefix.pages[:num_full]
       self.pool.share(shared)
-      if partial:
-        source[i], target[i] = prefix.pages[num_full], own[i]
       self._set_pages(slot, shared + own[i : i + 1])
       self._fill_slot(prefix, index, slot)
       prefix.sample_indices.remove(index)
-    if partial:
-      self._caches = self._copy(self._caches, source, target)
+    self._noted += [(prefix.pages[num_full], page) for page in own]
 
   def reserve(self, slot: int) -> None:
     """Pages for the tokens of the next dispatch, or OutOfPages."""
@@ -277,26 +275,37 @@ class Engine:
       token or spent its budget is not active any more; `free` it.
     """
     slots, n = self._slots, self.config.steps_per_dispatch
+    self._copy_noted()
     was_active = np.flatnonzero(slots.active)
     self._caches, packed = self._decode(
       self._params, self._caches, slots, self._seed
     )
-    packed = np.asarray(packed)
-    drawn = {}
-    for slot in was_active:
-      count = int(packed[slot, -1])
-      drawn[int(slot)] = _unpack(packed[slot], n, count)
-      self._advance(int(slot), drawn[int(slot)])
+    packed = np.asarray(packed)[was_active]
+    rows = _unpack(packed[:, :-1], packed[:, -1])
+    drawn = dict(zip(was_active.tolist(), rows, strict=True))
+    for slot, tokens in drawn.items():
+      self._advance(slot, tokens)
     return drawn
 
   def free(self, slot: int) -> None:
     """Returns the slot's pages; the slot may be filled again."""
+    self._copy_noted()  # or its pages could be the target of two copies
     self.pool.release(self._pages[slot])
     self._set_pages(slot, [])
     self._slots.active[slot] = False
 
   def is_active(self, slot: int) -> bool:
     return bool(self._slots.active[slot])
+
+  def _copy_noted(self) -> None:
+    """Sources that were given back since still hold what they held: only
+    `prefill` and `generate` write pages, and both call this first."""
+    S = self.config.num_slots
+    while self._noted:
+      pairs = np.zeros((2, S), np.int32)  # (0, 0) copies trash onto itself
+      part, self._noted = self._noted[:S], self._noted[S:]
+      pairs[:, : len(part)] = np.transpose(part)
+      self._caches = self._copy(self._caches, *pairs)
 
   # ---- host state
 
@@ -346,8 +355,9 @@ class Engine:
           self._seed,
         )
       )
-      for s, (_, prefix, index) in enumerate(part):
-        prefix.first[index] = _unpack(packed[s], 1, 1)[0]
+      rows = _unpack(packed[: len(part)], np.ones(len(part), np.int32))
+      for (_, prefix, index), (first,) in zip(part, rows, strict=True):
+        prefix.first[index] = first
 
   # ---- device programs
 
@@ -467,9 +477,12 @@ def _pack(tokens, logprobs, masses) -> jax.Array:
   return jnp.concatenate([tokens, bits(logprobs), bits(masses)], axis=1)
 
 
-def _unpack(row: np.ndarray, n: int, count: int) -> list[Drawn]:
-  floats = np.ascontiguousarray(row[: 3 * n]).view(np.float32)
+def _unpack(packed: np.ndarray, counts: np.ndarray) -> list[list[Drawn]]:
+  """The first `counts` tokens of each row of a `_pack`ed array."""
+  tokens, *floats = np.split(packed, 3, axis=1)
+  logprobs, masses = (np.ascontiguousarray(x).view(np.float32) for x in floats)
+  rows = zip(tokens.tolist(), logprobs.tolist(), masses.tolist(), strict=True)
   return [
-    Drawn(int(row[i]), float(floats[n + i]), float(floats[2 * n + i]))
-    for i in range(count)
+    [Drawn(*x) for x in zip(*(column[:count] for column in row), strict=True)]
+    for row, count in zip(rows, counts.tolist(), strict=True)
   ]

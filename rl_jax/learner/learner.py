@@ -188,7 +188,7 @@ class Learner:
     mask = micro.loss_mask
     logprobs, entropies = self._logprobs(params, micro)
     if reference is None:
-      anchor = jnp.zeros_like(logprobs)
+      anchor = None
     else:
       anchor = jax.lax.stop_gradient(self._logprobs(reference, micro)[0])
     token_loss, metrics = self._loss(

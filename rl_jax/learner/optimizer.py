@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -13,6 +13,7 @@ import optax
 class Config:
   """Keys of `config.optimizer` (and of `config.sft` for its own phase)."""
 
+  section: ClassVar[str] = 'optimizer'  # for messages
   learning_rate: float = 1e-4  # peak
   warmup_steps: int = 0  # linear, from 0
   decay: str = 'constant'  # constant | linear | cosine, to the last step
@@ -26,12 +27,12 @@ class Config:
   def __post_init__(self):
     if self.decay not in ('constant', 'linear', 'cosine'):
       raise ValueError(
-        f'optimizer.decay={self.decay!r}: must be constant, linear or cosine.'
+        f'{self.section}.decay={self.decay!r}: must be constant, linear or cosine.'
       )
     if self.learning_rate <= 0 or self.max_grad_norm < 0:
       raise ValueError(
-        f'optimizer.learning_rate={self.learning_rate} must be > 0 and '
-        f'optimizer.max_grad_norm={self.max_grad_norm} >= 0.'
+        f'{self.section}.learning_rate={self.learning_rate} must be > 0 and '
+        f'{self.section}.max_grad_norm={self.max_grad_norm} >= 0.'
       )
 
 
@@ -40,8 +41,8 @@ def schedule(config: Config, num_steps: int) -> optax.Schedule:
   warmup = config.warmup_steps
   if warmup >= num_steps > 0 and warmup > 0:
     raise ValueError(
-      f'optimizer.warmup_steps={warmup}: must be < the {num_steps} steps of '
-      'the run.'
+      f'{config.section}.warmup_steps={warmup}: must be < the {num_steps} '
+      'steps that there are.'
     )
   peak, rest = config.learning_rate, max(num_steps - warmup, 1)
   after: optax.Schedule = {

@@ -7,6 +7,7 @@ token after it, mean over all tokens of the batch. Knows tokens only.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from rl_jax.learner import optimizer
 class Config(optimizer.Config):
   """Keys of `config.sft`: its length, and an optimiser of its own."""
 
+  section: ClassVar[str] = 'sft'
   num_steps: int = 0  # 0: no supervised phase
   examples_per_step: int = 64
   learning_rate: float = 1e-3  # peak

@@ -114,6 +114,17 @@ class PromptStream:
     keys = [self._draws[i] for i in range(first, self._num_drawn)]
     return _prompts(keys, first, self._loaded, self._config, self._tokenizer)
 
+  def check_solutions(self) -> None:
+    """ValueError where a row has no solution, which SFT would imitate."""
+    for source in self._loaded:
+      for label, i in source.keys:
+        if not source.rows[i].solution:
+          raise ValueError(
+            f'prompts.train.{label}: row {i} has no solution to imitate; set '
+            'sft.num_steps=0, or have the source give solutions (of jsonl: '
+            'name their column).'
+          )
+
   def solution(self, prompt: types.Prompt) -> str:
     """The completion to imitate for `prompt`, '' if its source has none."""
     label, _, index = prompt.row.rpartition('/')

@@ -432,6 +432,19 @@ def test_the_reference_outlives_the_parameters_it_was_taken_from():
   assert again['kl_reference_max'] == 0
 
 
+def test_a_kl_without_reference_is_an_error():
+  learner = Learner(
+    MODEL,
+    _mesh(1, 1, 1),
+    Config(row_tokens=ROW, rows_per_microbatch=2, logprob_chunk=8),
+    optimizer.build(OPTIMIZER, num_steps=10),
+    functools.partial(grpo.loss, config=KL),
+    temperature=TEMPERATURE,
+  )
+  with pytest.raises(ValueError, match='set_reference'):
+    learner.update(_state(learner), _packed(), step=0)
+
+
 # ---- where things are, and in which dtype
 
 

@@ -87,3 +87,14 @@ def test_config_is_the_optimizers_with_a_length():
   assert (config.num_steps, config.learning_rate) == (5, 1e-3)
   optimizer.build(config, config.num_steps)
   optimizer.build(sft.Config(warmup_steps=20), 0)  # no phase: nothing to check
+
+
+def test_messages_name_the_keys_of_sft():
+  with pytest.raises(
+    ValueError, match=r'sft\.warmup_steps=20: must be < the 5'
+  ):
+    optimizer.build(sft.Config(warmup_steps=20), 5)
+  with pytest.raises(ValueError, match=r"sft\.decay='sudden'"):
+    sft.Config(decay='sudden')
+  with pytest.raises(ValueError, match=r'sft\.learning_rate=-1'):
+    sft.Config(learning_rate=-1)

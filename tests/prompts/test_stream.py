@@ -354,6 +354,17 @@ def test_solution(source):
   stream = _stream({'a/b': entry})
   for prompt in stream.take(4):
     assert stream.solution(prompt) == prompt.answer
+  stream.check_solutions()
+
+
+def test_a_row_without_solution_is_named(source):
+  sources = {
+    'a': source(*_numbered(4), solution='answer', name='a'),
+    'b': source(*_numbered(4), name='b'),
+  }
+  message = r'prompts\.train\.b: row 0 has no solution.*sft\.num_steps=0'
+  with pytest.raises(ValueError, match=message):
+    _stream(sources).check_solutions()
 
 
 # Held-out prompts
