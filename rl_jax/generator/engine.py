@@ -9,9 +9,9 @@ pages raises OutOfPages and changes nothing.
 
 The samples of a prompt share its full pages; only the last, partial page is
 copied: `insert` notes the copy, and all that are noted run in one dispatch
-before anything else touches the pages. Every program has one shape, so nothing compiles after the first use
-of each verb. Slot state lives on the host and travels with each dispatch;
-tokens, log-probs and counts come back in one array.
+before anything else touches the pages. Every program has one shape, so nothing
+compiles after the first use of each verb. Slot state lives on the host and
+travels with each dispatch; tokens, log-probs and counts come back in one array.
 
 Letters: S slots, R prefill rows, C prefill chunk, W pages of a row, D model.
 """
@@ -274,11 +274,10 @@ class Engine:
       The tokens drawn by each slot that was active. A slot that drew a stop
       token or spent its budget is not active any more; `free` it.
     """
-    slots, n = self._slots, self.config.steps_per_dispatch
     self._copy_noted()
-    was_active = np.flatnonzero(slots.active)
+    was_active = np.flatnonzero(self._slots.active)
     self._caches, packed = self._decode(
-      self._params, self._caches, slots, self._seed
+      self._params, self._caches, self._slots, self._seed
     )
     packed = np.asarray(packed)[was_active]
     rows = _unpack(packed[:, :-1], packed[:, -1])

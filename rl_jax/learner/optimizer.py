@@ -27,7 +27,8 @@ class Config:
   def __post_init__(self):
     if self.decay not in ('constant', 'linear', 'cosine'):
       raise ValueError(
-        f'{self.section}.decay={self.decay!r}: must be constant, linear or cosine.'
+        f'{self.section}.decay={self.decay!r}: must be constant, linear or '
+        'cosine.'
       )
     if self.learning_rate <= 0 or self.max_grad_norm < 0:
       raise ValueError(
