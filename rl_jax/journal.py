@@ -7,6 +7,7 @@ live line. Knows records and numbers, drives nothing.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import hashlib
@@ -16,6 +17,7 @@ import math
 import os
 import pathlib
 import platform
+import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -71,8 +73,9 @@ class Journal:
     self._synced = dict(
       saved.get('synced', {'count': 0, 'bytes': 0, 'seconds': 0.0})
     )
-    self._since = self.timeline.seconds()
-    self._generated = self.ledger.state()['generated']
+    self._step_begins()
+    self._step_seconds: collections.deque[float] = collections.deque(maxlen=16)
+    self._compiled = False
     self._alarmed = False
 
   def __enter__(self) -> Journal:
@@ -117,6 +120,7 @@ class Journal:
       step, {f'evaluation/{k}': v for k, v in values.items()}
     )
     self._writer.text(step, f'evaluation/{name}', _sample_text(groups[0]))
+    self._step_begins()
     self.say(
       f'evaluation {name}: pass@1 {values["pass_at_1"]:.3f} '
       f'[{values["low"]:.3f}, {values["high"]:.3f}] on {values["n"]} prompts, '
@@ -179,12 +183,16 @@ class Journal:
       if tokens:
         self.ledger.dropped(tokens, reason)
 
+  def _step_begins(self) -> None:
+    self._since = self.timeline.seconds()
+    self._generated = self.ledger.state()['generated']
+
   def _speed(self) -> dict[str, float]:
-    """Seconds, tokens and utilisation since the last step."""
-    since, self._since = self._since, self.timeline.seconds()
+    """Seconds, tokens and utilisation since the last step or evaluation."""
+    since, before = self._since, self._generated
+    self._step_begins()
     spent = seconds_between(since, self._since)
     wall = sum(spent[TRAINING].values())
-    before, self._generated = self._generated, self.ledger.state()['generated']
     busy = {
       GENERATION: spent[GENERATION].get('generate', 0.0),
       TRAINING: spent[TRAINING].get('update', 0.0),
@@ -205,14 +213,21 @@ class Journal:
   def _print_line(
     self, step: int, num_steps: int, v: Mapping[str, float]
   ) -> None:
-    left = (num_steps - step - 1) * v['seconds/step']
+    # The first step of a process compiles, and foretells nothing.
+    if self._compiled:
+      self._step_seconds.append(v['seconds/step'])
+    self._compiled = True
+    eta = '?'
+    if self._step_seconds:
+      left = (num_steps - step - 1) * statistics.fmean(self._step_seconds)
+      eta = str(datetime.timedelta(seconds=round(left)))
     self.say(
       f'step {step + 1:>4}/{num_steps}  reward {v["reward"]:.3f}  '
       f'pass@1 {v["pass_at_1"]:.3f}  len {v["completion_tokens"]:.1f}  '
       f'{v["tokens_per_second"]:,.0f} tok/s  '
       f'gen {v["utilisation/generation"]:.0%}  '
       f'learn {v.get("seconds/training/update", 0.0):.2f}s  '
-      f'eta {datetime.timedelta(seconds=round(left))}'
+      f'eta {eta}'
       + ('  (no signal: update skipped)' if v['skipped_update'] else '')
     )
 

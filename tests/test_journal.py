@@ -181,24 +181,28 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
   assert row['seconds/training/idle'] == 4
   assert row['utilisation/generation'] == 0.5
   assert row['utilisation/training'] == 0.25
-  # 2 steps are left, of 8 seconds each.
+  # A first step, which compiles, foretells nothing.
   assert capsys.readouterr().out == (
     'step    8/10  reward 0.375  pass@1 0.333  len 3.3  3 tok/s  gen 50%  '
-    'learn 2.00s  eta 0:00:16\n'
+    'learn 2.00s  eta ?\n'
   )
   assert len(lines(tmp_path / 'rollouts.jsonl')) == 6
 
 
 def test_speed_is_that_of_the_last_step(tmp_path, clock, capsys):
   with Journal(tmp_path, CONFIG, None) as j:
-    for seconds, tokens in ((10, 20), (2, 60)):
+    for step, (seconds, tokens) in enumerate(((10, 20), (3, 60), (1, 5))):
       clock.now += seconds
       j.ledger.generated(tokens)
-      j.trained(0, 3601, GROUPS, select(GROUPS), {})
-  rows = lines(tmp_path / 'metrics.jsonl')
-  assert [row['seconds/step'] for row in rows] == [10, 2]
-  assert [row['tokens_per_second'] for row in rows] == [2, 30]
-  assert 'eta 2:00:00' in capsys.readouterr().out.splitlines()[1]
+      j.trained(step, 3602, GROUPS, select(GROUPS), {})
+      clock.now += 50  # is of no step
+      j.evaluated('x', step, evaluate.summarise(GROUPS, (1,)), GROUPS)
+  rows = [row for row in lines(tmp_path / 'metrics.jsonl') if 'reward' in row]
+  assert [row['seconds/step'] for row in rows] == [10, 3, 1]
+  assert [row['tokens_per_second'] for row in rows] == [2, 20, 5]
+  # 3600 steps left of 3 s; 3599 of 2 s, the mean of all but the first.
+  etas = re.findall(r'eta (\S+)', capsys.readouterr().out)
+  assert etas == ['?', '3:00:00', '1:59:58']
 
 
 def test_an_update_without_signal_is_skipped_and_said(tmp_path, capsys):
