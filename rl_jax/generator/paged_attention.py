@@ -14,12 +14,19 @@ page, C pages of a block, S = C * Z.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rl_jax.generator.pages import TRASH_PAGE
-from rl_jax.models.attention import HIDDEN, Attend, softmax_parts
+from rl_jax.models.attention import (
+  HIDDEN,
+  KEY_MULTIPLE,
+  Attend,
+  softmax_parts,
+)
 
 _BLOCK_TOKENS = 512  # keys of a row that are gathered at once
 
@@ -65,7 +72,8 @@ def _attend(
   B, T, N, H = q_BTNH.shape
   K, size = keys_PKZH.shape[1:3]
   G, W = N // K, table_BW.shape[1]
-  C = min(W, max(1, _BLOCK_TOKENS // size))
+  multiple = KEY_MULTIPLE // math.gcd(KEY_MULTIPLE, size)  # pages
+  C = min(W + -W % multiple, max(multiple, _BLOCK_TOKENS // size))
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % C)))
   q_BTKGH = q_BTNH.reshape(B, T, K, G, H) * (H**-0.5)
   q_BKXH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(B, K, G * T, H)

@@ -24,6 +24,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 HIDDEN = -1e30  # a score whose weight is exactly 0
+# Keys are padded to a multiple of it. XLA on CPU adds the terms of a product
+# in an order that depends on the number of columns, but not between multiples
+# of 64 (four vectors of AVX-512), and learner and generator have to agree.
+KEY_MULTIPLE = 64
 _VANISHING = -1e4  # exp of anything lower is 0 in float32
 _LANES = 16  # columns of the product that sums weights: a whole vector
 
@@ -120,8 +124,10 @@ def segment_attention(segment_ids_BT: jax.Array) -> Attend:
   touches no real token.
   """
   T = segment_ids_BT.shape[1]
+  extra = -T % KEY_MULTIPLE
   same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
   seen_BTS = same_BTS & jnp.tril(jnp.ones((T, T), bool))[None]
+  seen_BTS = jnp.pad(seen_BTS, ((0, 0), (0, 0), (0, extra)))
 
   def attend(q_BTNH, k_BTKH, v_BTKH, cache):
     B, T, N, H = q_BTNH.shape
@@ -131,13 +137,17 @@ def segment_attention(segment_ids_BT: jax.Array) -> Attend:
     # matrix products, twice as fast on CPU as leaving the layout to XLA.
     q_BTKGH = q_BTNH.reshape(B, T, K, G, H) * (H**-0.5)
     q_BKXH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(B, K, G * T, H)
-    k_BKSH, v_BKSH = (jnp.transpose(x, (0, 2, 1, 3)) for x in (k_BTKH, v_BTKH))
+    k_BKSH, v_BKSH = (
+      jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, extra), (0, 0)))
+      for x in (k_BTKH, v_BTKH)
+    )
     scores = jnp.einsum(
       'BKXH,BKSH->BKXS', q_BKXH, k_BKSH, preferred_element_type=jnp.float32
     )
-    scores = scores.reshape(B, K, G, T, T)
+    scores = scores.reshape(B, K, G, T, T + extra)
     scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
-    _, total, out = softmax_parts(scores.reshape(B, K, G * T, T), v_BKSH)
+    scores = scores.reshape(B, K, G * T, T + extra)
+    _, total, out = softmax_parts(scores, v_BKSH)
     out = (out / total).astype(q_BTNH.dtype).reshape(B, K, G, T, H)
     return jnp.transpose(out, (0, 3, 1, 2, 4)).reshape(B, T, N, H), cache
 
