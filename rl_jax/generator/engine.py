@@ -246,6 +246,7 @@ class Engine:
     The prefix's full pages are shared, its last partial page is copied.
     """
     size = self.config.page_size
+    assert prefix.pages, 'the prefix was dropped'
     num_full = len(prefix.tokens) // size
     partial = num_full < len(prefix.pages)
     own = self.pool.allocate(len(assignment)) if partial else []

@@ -250,6 +250,8 @@ class Scheduler:
       partial = len(held.prefix.tokens) % self.engine.config.page_size > 0
       if partial and not self._running and not self.engine.pool.num_free:
         self._make_room(held.age)
+        if held not in self._held:
+          continue  # it was itself the youngest
       room = self.engine.pool.num_free if partial else len(free)
       indices = sorted(held.samples)[: min(len(free), room)]
       if not indices:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from rl_jax.types import (
 )
 
 LANE = 'generation'
+_POLL_SECONDS = 0.5  # how soon `generate` sees that it is to stop
 
 
 class Generator(Protocol):
@@ -147,8 +148,12 @@ class RolloutWorker:
     num_samples: int,
     sampling: SamplingParams,
     step: int,
-  ) -> list[Group]:
-    """Verified groups outside the buffer (evaluation, gate); waits for all."""
+    stop: threading.Event | None = None,
+  ) -> list[Group] | None:
+    """Verified groups outside the buffer (evaluation, gate); waits for all.
+
+    None if `stop` was set meanwhile; what was drawn is dropped then.
+    """
     groups: dict[int, Group] = {}
     with self._wake:
       for i, prompt in enumerate(prompts):
@@ -156,7 +161,10 @@ class RolloutWorker:
         deliver = lambda group, i=i: groups.__setitem__(i, group)  # noqa: E731
         self._orders.append((request, deliver))
       self._wake.notify_all()
-      self._wait(lambda: len(groups) == len(prompts))
+      self._wait(lambda: len(groups) == len(prompts), stop)
+      if len(groups) < len(prompts):
+        self._abandon_orders(groups.values())
+        return None
     return [groups[i] for i in range(len(prompts))]
 
   def restart(self, prompts: dict[int, Prompt]) -> None:
@@ -205,8 +213,28 @@ class RolloutWorker:
   def _unfinished_tokens(self) -> int:
     return self._in_flight + sum(w.num_tokens for w in self._open.values())
 
-  def _wait(self, done: Callable[[], bool]) -> None:
-    self._wake.wait_for(lambda: self._stopping or done())
+  def _abandon_orders(self, delivered: Iterable[Group]) -> None:
+    """Books what orders have drawn, and will draw yet, as dropped."""
+
+    def drop(group: Group) -> None:
+      self._ledger.dropped(group.num_completion_tokens, 'interrupted')
+
+    for group in delivered:
+      drop(group)
+    self._orders = []
+    for (owner, _), work in self._open.items():
+      if owner is not None:
+        work.deliver = drop
+
+  def _wait(
+    self, done: Callable[[], bool], stop: threading.Event | None = None
+  ) -> None:
+    """Until `done`, or until `stop` is set."""
+    while not (self._stopping or done()):
+      if stop is not None and stop.is_set():
+        return
+      # Signal handlers, which set `stop`, cannot notify.
+      self._wake.wait(None if stop is None else _POLL_SECONDS)
     if self._failure is not None:
       raise self._failure
     if not done():

@@ -131,6 +131,20 @@ def test_work_preempted_while_slots_are_filled_is_not_inserted(lab):
   lab.assert_equal(results, wanted)
 
 
+def test_work_that_makes_room_at_its_own_cost_is_not_inserted(lab):
+  """The younger of two prompts of 8 pages, complete one chunk earlier."""
+  engine = lab.engine()
+  requests = [
+    lab.request(0, length=31, max_tokens=1),
+    lab.request(1, length=29, max_tokens=3),
+  ]
+  wanted = lab.run(engine, requests)
+  scheduler = lab.scheduler(engine)
+  results = lab.run(engine, requests, scheduler=scheduler, pages=16)
+  assert scheduler.preemptions == 1
+  lab.assert_equal(results, wanted)
+
+
 def test_preempted_samples_of_one_prompt_wait_side_by_side(lab):
   """They share their request, and one may end before an older one."""
   engine = lab.engine()

@@ -429,6 +429,38 @@ def test_a_failure_reaches_take(part):
     fails_soon(lambda: run.worker.generate([make_prompt(0)], 1, SAMPLING, 0))
 
 
+@pytest.mark.parametrize('max_staleness', [0, 3])
+def test_a_generate_that_is_stopped_drops_what_was_drawn(max_staleness):
+  stop, prompts = threading.Event(), [make_prompt(i) for i in range(200)]
+
+  def before_step():
+    if generator.num_steps == 30:
+      stop.set()
+
+  generator = FakeGenerator(before_step=before_step)
+  with FakeVerifier() as verifier:
+    run = Run(verifier.submit, generator, max_staleness=max_staleness)
+    with run.worker:
+      run.load(0)
+      run.worker.advance(0)
+      groups = run.worker.generate(prompts, 2, SAMPLING, step=7, stop=stop)
+      assert groups is None
+      run.worker.balance()
+      # The orders go on, into nothing; so does what is trained on.
+      while (
+        run.worker.snapshot(dict)['unfinished_tokens'] or generator._samples
+      ):
+        time.sleep(0.01)
+      run.worker.balance()
+      for step in range(max_staleness + 1):
+        taken = run.buffer.take(SECONDS)
+        for i, group in enumerate(taken):
+          check_group(group, 2 * step + i, num_samples=3)
+        run.ledger.consumed(num_tokens(taken))
+      run.worker.balance()
+  assert run.ledger.as_dict()['dropped/interrupted'] > 0
+
+
 @pytest.mark.parametrize('part', PARTS)
 def test_a_failure_reaches_a_waiting_generate(part):
   bomb = Bomb()
