@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_jax import evaluate, meshes, resolve
+from rl_jax.algorithms import base as algorithms
 from rl_jax.generator import engine
 from rl_jax.learner import learner, optimizer, sft
 from rl_jax.models import base as models
@@ -61,6 +62,11 @@ class Parity:
   max_abs: float = 1e-4  # largest |difference| of a token's log-prob
   mean_abs: float = 1e-5  # mean |difference|
 
+  def __post_init__(self):
+    for name in ('max_abs', 'mean_abs'):
+      if not getattr(self, name) >= 0:  # also refuses nan
+        raise ValueError(f'parity.{name}={getattr(self, name)}: must be >= 0.')
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
@@ -80,7 +86,8 @@ class Settings:
   prompts: stream.Config
   sampling: Sampling
   generator: engine.Config
-  verifier: Mapping[str, Any]  # 'name' and the plugin's own keys
+  verifier: str  # name of the plugin
+  verifier_config: Any
   service: ServiceConfig
   algorithm: ModuleType
   algorithm_config: Any
@@ -141,7 +148,9 @@ def settings(config: Mapping[str, Any]) -> Settings:
   top = {k: v for k, v in config.items() if k not in sections}
   algorithm = resolve.plugin('algorithms', sections['algorithm']['name'])
   verifier = resolve.plugin('verifiers', sections['verifier']['name'])
-  given = {'': top, **sections}
+  given = {'': top, **{name: dict(keys) for name, keys in sections.items()}}
+  for name in _PLUGINS:
+    del given[name]['name']
   classes = {
     '': Run,
     'algorithm': algorithm.Config,
@@ -158,7 +167,8 @@ def settings(config: Mapping[str, Any]) -> Settings:
   }
   result = Settings(
     run=resolved[''],
-    verifier=_plain(sections['verifier']),
+    verifier=sections['verifier']['name'],
+    verifier_config=resolved['verifier'],
     algorithm=algorithm,
     algorithm_config=resolved['algorithm'],
     **{name: resolved[name] for name in _SECTIONS},
@@ -187,14 +197,8 @@ def as_dict(config: Mapping[str, Any]) -> dict[str, Any]:
       **dataclasses.asdict(resolved.algorithm_config),
     },
     'verifier': {
-      'name': config['verifier']['name'],
-      **dataclasses.asdict(
-        resolve.settings(
-          resolve.plugin('verifiers', config['verifier']['name']).Config,
-          config['verifier'],
-          'verifier',
-        )
-      ),
+      'name': resolved.verifier,
+      **dataclasses.asdict(resolved.verifier_config),
     },
   }
 
@@ -243,12 +247,10 @@ def _check(s: Settings) -> None:
       "model.tokenizer='': a model without source needs one, as "
       "'chars:0123456789+='."
     )
-  if not s.prompts.train or not s.prompts.heldout:
-    raise ValueError(
-      'prompts.train and prompts.heldout need at least one source each, as '
-      "dict(sums=dict(name='arithmetic'))."
-    )
-
-
-def _plain(section: Any) -> dict[str, Any]:
-  return section.to_dict() if hasattr(section, 'to_dict') else dict(section)
+  for where in ('train', 'heldout'):
+    if not getattr(s.prompts, where):
+      raise ValueError(
+        f'prompts.{where} is empty: it needs at least one source, as '
+        f"config.prompts.{where} = dict(sums=dict(name='arithmetic'))."
+      )
+  algorithms.check_plugin(s.algorithm, s.algorithm_config)

@@ -52,6 +52,13 @@ class Config:
   generation_data: int = 1
   generation_tensor: int = 1
 
+  def __post_init__(self):
+    if self.num_cpu_devices < 0:
+      raise ValueError(
+        f'mesh.num_cpu_devices={self.num_cpu_devices}: must be >= 0 (0: as '
+        'JAX has them).'
+      )
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshPlan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 
 from rl_jax import config as configs
 from rl_jax import meshes
+from rl_jax.algorithms import base as algorithms
 from rl_jax.algorithms.base import Loss
 from rl_jax.config import Settings
 from rl_jax.generator.engine import Engine
@@ -65,7 +65,7 @@ class Parts:
 
   def rl_learner(self) -> Learner:
     s = self.settings
-    loss = functools.partial(s.algorithm.loss, config=s.algorithm_config)
+    loss = algorithms.bind(s.algorithm, s.algorithm_config)
     build = optimizer.build(s.optimizer, s.run.num_steps)
     return self._learner(build, loss, s.sampling.temperature)
 
@@ -127,7 +127,7 @@ def build(settings: Settings):
   plan.check_rows(s.learner.rows_per_microbatch)
   stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
   if s.sft.num_steps:
-    stream.check_solutions()
+    stream.check_solutions(s.learner.row_tokens)
   heldout = [
     dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
     for p in heldout_prompts(
@@ -154,10 +154,13 @@ def build(settings: Settings):
     dtype=s.generator.dtype,
     unroll=s.generator.unroll_layers,
   )
-  verifier_keys = {k: v for k, v in s.verifier.items() if k != 'name'}
   with VerifierService(
-    s.verifier['name'], verifier_keys, **dataclasses.asdict(s.service)
+    s.verifier,
+    dataclasses.asdict(s.verifier_config),
+    **dataclasses.asdict(s.service),
   ) as verifier:
+    verifier.check_answers(stream.answers())
+    verifier.check_answers((p.row, p.answer) for p in heldout)
     verifier.self_test([p.answer for p in heldout[:_SELF_TEST_ROWS]])
     yield Parts(
       s, plan, tokenizer, model, stream, heldout, verifier, schedulers, sync

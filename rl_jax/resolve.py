@@ -29,8 +29,8 @@ def plugin(folder: str, name: str) -> ModuleType:
   """The module `rl_jax.<folder>.<name>`, or `name` itself if it has a dot.
 
   Raises:
-    ValueError: no such module, or one that is no plugin; the message lists
-      those that exist.
+    ValueError: no such module, or one that is no plugin; the message says
+      what it lacks and lists those that exist.
   """
   path = name if '.' in name else f'rl_jax.{folder}.{name}'
   if not all(path.split('.')):  # importlib would take it as relative
@@ -46,26 +46,27 @@ def plugin(folder: str, name: str) -> ModuleType:
     raise ValueError(
       f'{folder}: there is no {name!r}.{hint} {_legal(folder)}'
     ) from e
-  function = _package(folder).PLUGIN
-  if not hasattr(module, function):
+  if lacks := _lacks(module, folder):
     raise ValueError(
-      f'{folder}: {name!r} is no plugin: the module has no function '
-      f'`{function}`. {_legal(folder)}'
+      f'{folder}: {name!r} is no plugin: the module lacks '
+      f'{", ".join(lacks)}; the contract is the docstring of '
+      f'rl_jax/{folder}/__init__.py. {_legal(folder)}'
     )
   return module
 
 
 def available(folder: str) -> list[str]:
-  """Names of a folder's plugins: modules with the function it names."""
-  package = _package(folder)
-  names = sorted(m.name for m in pkgutil.iter_modules(package.__path__))
+  """Names of a folder's plugins: modules with all that its contract asks."""
+  modules = pkgutil.iter_modules(_package(folder).__path__)
   return [
     name
-    for name in names
-    if hasattr(
-      importlib.import_module(f'rl_jax.{folder}.{name}'), package.PLUGIN
-    )
+    for name in sorted(m.name for m in modules)
+    if not _lacks(importlib.import_module(f'rl_jax.{folder}.{name}'), folder)
   ]
+
+
+def _lacks(module: ModuleType, folder: str) -> list[str]:
+  return [n for n in _package(folder).PLUGIN if not hasattr(module, n)]
 
 
 def _package(folder: str) -> ModuleType:
@@ -89,7 +90,7 @@ def settings(
 
   Args:
     cls: a dataclass; fields without default are required.
-    section: the section's keys and values; `name` of a plugin is left out.
+    section: the section's keys and values, without the `name` of a plugin.
     where: the section's name, for messages, as 'algorithm'.
     elsewhere: legal keys by section ('' for the top of the config), searched
       for where a stray key belongs.
@@ -102,8 +103,6 @@ def settings(
   values = {}
   prefix = f'{where}.' if where else ''
   for key, value in section.items():
-    if key == 'name' and 'name' not in fields:
-      continue
     if f'{prefix}{key}' in RETIRED:
       raise ValueError(
         f'{prefix}{key} is retired: use {RETIRED[f"{prefix}{key}"]}.'

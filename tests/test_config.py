@@ -47,7 +47,8 @@ def test_a_minimal_config_has_every_default():
   assert settings.run == config.Run()
   assert settings.algorithm is grpo
   assert settings.algorithm_config == grpo.Config()
-  assert settings.verifier == {'name': 'math_answer'}
+  assert settings.verifier == 'math_answer'
+  assert settings.verifier_config == math_answer.Config()
 
 
 def test_a_config_dict_is_as_good_as_a_dict():
@@ -73,7 +74,7 @@ def test_values_arrive_where_they_belong():
   assert settings.run.num_steps == 7
   assert settings.algorithm is rloo
   assert settings.algorithm_config == rloo.Config(kl_coef=1.0)
-  assert settings.verifier == {'name': 'math_answer', 'extract': 'boxed'}
+  assert settings.verifier_config == math_answer.Config(extract='boxed')
   assert settings.sft.learning_rate == 0.5
   assert settings.optimizer.learning_rate == 1e-4
   assert settings.evaluation.ks == (1, 2)
@@ -143,6 +144,9 @@ def test_none_is_nobodys_default(cls):
     ({'num_steps': 3.5}, r'^num_steps=3\.5: must be int'),
     ({'learner.remat': 1}, r'learner\.remat=1: must be bool'),
     ({'optimizer.eps': None}, r'optimizer\.eps=None: must be float'),
+    # Only plugins have a name.
+    ({'optimizer.name': 'sgd'}, r'optimizer\.name is not a key'),
+    ({'name': 'x'}, r'^name is not a key'),
     ({'model.architecture': 3}, r'model\.architecture=3: must be Mapping'),
   ],
 )
@@ -188,8 +192,18 @@ def test_keys_and_types(changes, message):
       r"model\.architecture=.*num_layers.* beside model\.source='x\.gguf'",
     ),
     ({'model.tokenizer': ''}, r"model\.tokenizer='': a model without source"),
-    ({'prompts.train': {}}, r'need at least one source each'),
-    ({'prompts.heldout': ...}, r'need at least one source each'),
+    ({'prompts.train': {}}, r'prompts\.train is empty: .* at least one source'),
+    ({'prompts.heldout': ...}, r'prompts\.heldout is empty'),
+    (
+      {'prompts.train': {'name': 'jsonl', 'path': 'x'}},
+      r"prompts\.train\.name='jsonl': every source needs a label",
+    ),
+    ({'parity.max_abs': float('nan')}, r'parity\.max_abs=nan: must be >= 0'),
+    ({'parity.mean_abs': -1}, r'parity\.mean_abs=-1\.0: must be >= 0'),
+    ({'algorithm.kl_coef': float('nan')}, r'algorithm\.kl_coef=nan >= 0'),
+    ({'algorithm.constant': float('nan')}, r'constant=nan must be > 0'),
+    ({'algorithm.clip_high': float('nan')}, r'clip_high=nan > 0'),
+    ({'mesh.num_cpu_devices': -1}, r'mesh\.num_cpu_devices=-1: must be >= 0'),
   ],
 )
 def test_ranges_and_contradictions(changes, message):
@@ -240,9 +254,7 @@ def test_as_dict_has_every_key_and_is_json():
     fields = {f.name for f in dataclasses.fields(cls)}
     assert set(whole[name]) == {'name'} | fields
   # It is itself a config, of the same settings.
-  settings = config.settings(MINIMAL)
-  again = config.settings(whole)
-  assert dataclasses.replace(again, verifier=settings.verifier) == settings
+  assert config.settings(whole) == config.settings(MINIMAL)
   assert config.as_dict(whole) == whole
 
 
@@ -254,4 +266,12 @@ def test_a_missing_key_of_a_plugin_is_named():
   with pytest.raises(
     ValueError, match=r'missing tau.*--config\.algorithm\.tau'
   ):
-    resolve.settings(Config, {'name': 'x'}, 'algorithm')
+    resolve.settings(Config, {}, 'algorithm')
+
+
+def test_a_plugin_that_breaks_the_contract_is_refused_with_the_config(
+  monkeypatch,
+):
+  monkeypatch.setattr(grpo, 'loss', lambda inputs, config: (0.0, {}))
+  with pytest.raises(ValueError, match='loss has shape'):
+    config.settings(MINIMAL)

@@ -56,12 +56,13 @@ def test_available_are_the_plugins_and_nothing_else(folder):
 
 @pytest.mark.parametrize('folder', PLUGINS)
 def test_a_module_that_is_no_plugin_is_refused(folder):
-  function = importlib.import_module(f'rl_jax.{folder}').PLUGIN
+  contract = importlib.import_module(f'rl_jax.{folder}').PLUGIN
   for name in NO_PLUGINS[folder]:
     with pytest.raises(ValueError, match='is no plugin') as raised:
       resolve.plugin(folder, name)
     assert f'{folder}: {name!r}' in str(raised.value)
-    assert f'`{function}`' in str(raised.value)
+    assert f'rl_jax/{folder}/__init__.py' in str(raised.value)
+    assert any(f'lacks {part}' in str(raised.value) for part in contract)
     assert all(legal in str(raised.value) for legal in PLUGINS[folder])
 
 
@@ -104,9 +105,11 @@ def paper(tmp_path, monkeypatch):
 
 
 def test_a_dotted_path_is_imported_as_it_stands(paper):
-  path = paper('mine', 'def loss(inputs, config):\n  pass\n')
+  path = paper('mine', 'Config = advantages = loss = None\n')
   assert resolve.plugin('algorithms', path).__name__ == path
-  with pytest.raises(ValueError, match='no function `verify`'):
+  with pytest.raises(
+    ValueError, match='lacks check_answer, verify, examples; the contract'
+  ):
     resolve.plugin('verifiers', path)
   with pytest.raises(ValueError, match='there is no'):
     resolve.plugin('algorithms', 'paper_of_tests.yours')
@@ -132,7 +135,7 @@ def test_an_import_error_of_a_plugin_is_raised_as_it_is(paper):
 
 
 def test_a_section_becomes_its_dataclass():
-  given = {'name': 'left out', 'path': 'p', 'rate': 2, 'ks': [1, 2]}
+  given = {'path': 'p', 'rate': 2, 'ks': [1, 2]}
   section = resolve.settings(Section, given, 'sums')
   assert section == Section('p', rate=2.0, ks=(1, 2))
   assert type(section.rate) is float and type(section.ks) is tuple
@@ -186,6 +189,7 @@ def test_a_required_key_is_asked_for():
   'key, message',
   [
     ('coutn', r'sums\.coutn is not a key\. Did you mean sums\.count\?'),
+    ('name', r'sums\.name is not a key\. Legal: count, flag'),
     ('zzz', r'sums\.zzz is not a key\. Legal: count, flag, ks, name_of_it, pa'),
     # rllm#447: a key that stands in the wrong section.
     ('warmup', r'sums\.warmup is not a key\. Did you mean optimizer\.warmup\?'),

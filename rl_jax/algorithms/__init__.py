@@ -14,7 +14,10 @@ An algorithm is a module of this folder (or any import path) with
 All are pure functions of arrays. Masks, normalisation over global counts,
 micro-batches, meshes and gradients are the learner's business: whatever
 `loss` returns outside the loss mask is ignored, and metrics are reported as
-mean and maximum over the tokens of the loss.
+mean and maximum over the tokens of the loss. So are the keys of
+`base.Config`: aggregation, truncated completions and the KL to a reference
+(`kl_coef`) are added to every algorithm. A plugin is tried when the config is
+read, on two rewards and on shapes, before anything compiles.
 
 A minimal plugin, `my_paper/mine.py`, used by `algorithm = dict(name=
 'my_paper.mine', tau=2.0)`; inside rl_jax it would be `algorithms/mine.py` and
@@ -34,4 +37,5 @@ A minimal plugin, `my_paper/mine.py`, used by `algorithm = dict(name=
     return -inputs.advantages * inputs.logprobs, {}
 """
 
-PLUGIN = 'loss'  # the function that makes a module a plugin, see resolve
+# What makes a module a plugin, see resolve.
+PLUGIN = ('Config', 'advantages', 'loss')

@@ -10,8 +10,10 @@ Letters: B rows, T tokens, G rollouts of a group.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ import numpy as np
 
 from rl_jax.types import Group, Rollout
 
+_CONTRACT = 'The contract: the docstring of rl_jax/algorithms/__init__.py.'
 # Log-ratios beyond this are clamped before exp: e^20 is finite in float32.
 MAX_LOG_RATIO = 20.0
 
@@ -44,10 +47,10 @@ class Config:
         raise ValueError(
           f'algorithm.{name}={getattr(self, name)!r}: must be one of {values}.'
         )
-    if self.constant <= 0 or self.kl_coef < 0:
+    if not 0 < self.constant < math.inf or not 0 <= self.kl_coef < math.inf:
       raise ValueError(
         f'algorithm.constant={self.constant} must be > 0 and '
-        f'algorithm.kl_coef={self.kl_coef} >= 0.'
+        f'algorithm.kl_coef={self.kl_coef} >= 0, both finite.'
       )
 
 
@@ -100,18 +103,53 @@ def kl(inputs: LossInputs, config: Config) -> jax.Array:
   return KL_ESTIMATORS[config.kl_estimator](log_r)
 
 
-def with_kl(
-  token_loss: jax.Array,
-  metrics: dict[str, jax.Array],
-  inputs: LossInputs,
-  config: Config,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Adds kl_coef * KL to a loss that is minimised, where there is one."""
-  if config.kl_coef == 0:
-    return token_loss, metrics
-  divergence = kl(inputs, config)
-  metrics = metrics | {'kl_reference': divergence}
-  return token_loss + config.kl_coef * divergence, metrics
+def bind(algorithm: ModuleType, config: Any) -> Loss:
+  """The loss that is minimised: the plugin's own plus kl_coef * KL."""
+
+  def loss(inputs: LossInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    token_loss, metrics = algorithm.loss(inputs, config)
+    if config.kl_coef == 0:
+      return token_loss, metrics
+    divergence = kl(inputs, config)
+    metrics = metrics | {'kl_reference': divergence}
+    return token_loss + config.kl_coef * divergence, metrics
+
+  return loss
+
+
+def check_plugin(algorithm: ModuleType, config: Any) -> None:
+  """Tries a plugin on two rewards and on shapes alone; compiles nothing.
+
+  Raises:
+    ValueError: it does not keep the contract; says where.
+  """
+  where = f'algorithm {algorithm.__name__!r}'
+  if not isinstance(config, Config):
+    raise ValueError(f'{where}: its Config must extend algorithms.base.Config.')
+  rewards = np.array([0.0, 1.0])
+  shape: Any = jax.ShapeDtypeStruct((3, 5), jnp.float32)
+  inputs = LossInputs(*(shape,) * len(LossInputs._fields))
+  try:
+    advantages = np.asarray(algorithm.advantages(rewards, config))
+    token_loss, metrics = jax.eval_shape(bind(algorithm, config), inputs)
+    shapes = {'loss': token_loss.shape}
+    shapes |= {f'metric {k!r}': v.shape for k, v in metrics.items()}
+  except Exception as e:
+    raise ValueError(
+      f'{where} fails on two rewards or on inputs of shape {shape.shape}: '
+      f'{type(e).__name__}: {e}. {_CONTRACT}'
+    ) from e
+  if advantages.shape != (2,) or not np.isfinite(advantages).all():
+    raise ValueError(
+      f'{where}: advantages({rewards}) gave {advantages}, which is not a '
+      f'finite number for each reward. {_CONTRACT}'
+    )
+  for name, found in shapes.items():
+    if found != shape.shape:
+      raise ValueError(
+        f'{where}: {name} has shape {found} for inputs of shape {shape.shape}: '
+        f'must be one value for each token. {_CONTRACT}'
+      )
 
 
 # ---- Aggregation: the weight of a token, from the lengths of all sequences.

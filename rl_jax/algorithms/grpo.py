@@ -33,7 +33,7 @@ class Config(base.Config):
       raise ValueError(
         f"algorithm.scale={self.scale!r}: must be 'group' or 'none'."
       )
-    if not 0 < self.clip_low <= 1 or self.clip_high <= 0:
+    if not 0 < self.clip_low <= 1 or not self.clip_high > 0:
       raise ValueError(
         f'algorithm.clip_low={self.clip_low} must be in (0, 1] and '
         f'algorithm.clip_high={self.clip_high} > 0.'
@@ -62,5 +62,4 @@ def loss(
     'clip_fraction': (clipped_gain < unclipped_gain).astype(jnp.float32),
     'kl_behavior': base.KL_ESTIMATORS['k3'](log_ratio),
   }
-  token_loss = -jnp.minimum(unclipped_gain, clipped_gain)
-  return base.with_kl(token_loss, metrics, inputs, config)
+  return -jnp.minimum(unclipped_gain, clipped_gain), metrics

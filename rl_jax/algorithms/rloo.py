@@ -25,7 +25,7 @@ class Config(base.Config):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.max_ratio < 1:
+    if not self.max_ratio >= 1:
       raise ValueError(f'algorithm.max_ratio={self.max_ratio}: must be >= 1.')
 
 
@@ -47,5 +47,4 @@ def loss(
     'clip_fraction': (ratio > config.max_ratio).astype(jnp.float32),
     'kl_behavior': base.KL_ESTIMATORS['k3'](log_ratio),
   }
-  token_loss = -weight * inputs.advantages * inputs.logprobs
-  return base.with_kl(token_loss, metrics, inputs, config)
+  return -weight * inputs.advantages * inputs.logprobs, metrics

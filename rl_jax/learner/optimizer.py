@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -30,11 +31,22 @@ class Config:
         f'{self.section}.decay={self.decay!r}: must be constant, linear or '
         'cosine.'
       )
-    if self.learning_rate <= 0 or self.max_grad_norm < 0:
-      raise ValueError(
-        f'{self.section}.learning_rate={self.learning_rate} must be > 0 and '
-        f'{self.section}.max_grad_norm={self.max_grad_norm} >= 0.'
-      )
+    # Written so that nan is refused.
+    checks = {
+      'learning_rate': (0 < self.learning_rate < math.inf, '> 0 and finite'),
+      'warmup_steps': (self.warmup_steps >= 0, '>= 0'),
+      'final_fraction': (0 <= self.final_fraction <= 1, 'in [0, 1]'),
+      'b1': (0 <= self.b1 < 1, 'in [0, 1)'),
+      'b2': (0 <= self.b2 < 1, 'in [0, 1)'),
+      'eps': (0 < self.eps < math.inf, '> 0 and finite'),
+      'weight_decay': (0 <= self.weight_decay < math.inf, '>= 0 and finite'),
+      'max_grad_norm': (self.max_grad_norm >= 0, '>= 0 (0: no clipping)'),
+    }
+    for name, (ok, legal) in checks.items():
+      if not ok:
+        raise ValueError(
+          f'{self.section}.{name}={getattr(self, name)}: must be {legal}.'
+        )
 
 
 def schedule(config: Config, num_steps: int) -> optax.Schedule:

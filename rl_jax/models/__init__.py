@@ -30,4 +30,12 @@ A minimal family is a variant of another; `my_paper/wide_heads.py`, used by
     return dataclasses.replace(llama.from_hf(hf), head_dim=hf['wide_head'])
 """
 
-PLUGIN = 'from_hf'  # the function that makes a module a plugin, see resolve
+# What makes a module a plugin, see resolve.
+PLUGIN = (
+  'HF_ARCHITECTURE',
+  'GGUF_ARCHITECTURE',
+  'from_hf',
+  'to_hf',
+  'from_gguf',
+  'tensors',
+)

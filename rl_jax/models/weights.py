@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import math
 import os
 import pathlib
-import pkgutil
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -115,12 +113,8 @@ class Tensor:
 
 def families() -> dict[str, ModuleType]:
   """The families of this folder: modules that know a checkpoint format."""
-  package = importlib.import_module('rl_jax.models')
-  modules = {
-    m.name: importlib.import_module(f'rl_jax.models.{m.name}')
-    for m in pkgutil.iter_modules(package.__path__)
-  }
-  return {n: m for n, m in modules.items() if hasattr(m, 'HF_ARCHITECTURE')}
+  names = resolve.available('models')
+  return {name: resolve.plugin('models', name) for name in names}
 
 
 def read_config(source: str, family: str = '') -> base.ModelConfig:

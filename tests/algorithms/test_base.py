@@ -1,5 +1,8 @@
 """Aggregation, KL, groups without signal: hand-computed numbers."""
 
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,11 +340,13 @@ def test_kl_ignores_what_the_mask_hides():
 
 def test_kl_is_added_to_what_is_minimised():
   inputs = _inputs([[-1.0]], [[-2.0]])
-  config = base.Config(kl_coef=0.5)
-  loss, metrics = base.with_kl(jnp.ones((1, 1)), {}, inputs, config)
+  algorithm: Any = types.SimpleNamespace(
+    loss=lambda inputs, config: (jnp.ones((1, 1)), {})
+  )
+  loss, metrics = base.bind(algorithm, base.Config(kl_coef=0.5))(inputs)
   np.testing.assert_allclose(loss, 1 + 0.5 * np.exp(-1.0), rtol=1e-6)
   np.testing.assert_allclose(metrics['kl_reference'], np.exp(-1.0), rtol=1e-6)
-  loss, metrics = base.with_kl(jnp.ones((1, 1)), {}, inputs, base.Config())
+  loss, metrics = base.bind(algorithm, base.Config())(inputs)
   assert (loss == 1).all()
   assert metrics == {}
 

@@ -129,13 +129,66 @@ def test_what_the_mask_hides_does_not_reach_the_gradient(plugin_of, name):
 
   def total(logprobs, inputs):
     logprobs = jnp.where(hidden, 0.0, logprobs)  # as token_logprobs does
-    token_loss, _ = module.loss(inputs._replace(logprobs=logprobs), config)
+    loss = base.bind(module, config)
+    token_loss, _ = loss(inputs._replace(logprobs=logprobs))
     return jnp.where(hidden, 0.0, token_loss).sum()
 
   clean = jax.value_and_grad(total)(inputs.logprobs, inputs)
   dirty = jax.value_and_grad(total)(poisoned.logprobs, poisoned)
   np.testing.assert_array_equal(dirty[0], clean[0])
   np.testing.assert_array_equal(dirty[1], clean[1])
+
+
+@pytest.mark.parametrize('name', [*NAMES, MINE])
+def test_a_kl_to_the_reference_is_added_to_every_algorithm(plugin_of, name):
+  module, inputs = plugin_of(name), _inputs()
+  alone, _ = base.bind(module, _config(module))(inputs)
+  config = _config(module, kl_coef=2.0, kl_estimator='k2')
+  found, metrics = base.bind(module, config)(inputs)
+  k2 = (inputs.reference_logprobs - inputs.logprobs) ** 2 / 2
+  k2 = np.where(inputs.loss_mask > 0, k2, 0)
+  np.testing.assert_allclose(found, alone + 2 * k2, rtol=1e-5)
+  np.testing.assert_allclose(metrics['kl_reference'], k2, rtol=1e-5)
+
+
+@pytest.mark.parametrize('name', [*NAMES, MINE])
+def test_a_plugin_that_keeps_the_contract_passes_its_check(plugin_of, name):
+  module = plugin_of(name)
+  base.check_plugin(module, _config(module))
+  base.check_plugin(module, _config(module, kl_coef=0.1))
+
+
+@pytest.mark.parametrize(
+  'name, value, message',
+  [
+    ('advantages', lambda rewards, config: rewards[:1], 'finite number for'),
+    ('advantages', lambda rewards, config: rewards / 0, 'finite number for'),
+    ('advantages', lambda rewards: rewards, 'TypeError'),
+    ('loss', lambda i, c: (i.logprobs.sum(), {}), r'loss has shape \(\)'),
+    ('loss', lambda i, c: i.logprobs, 'ValueError: too many values'),
+    (
+      'loss',
+      lambda i, c: (i.logprobs, {'x': i.logprobs.mean()}),
+      r"metric 'x' has shape \(\) for inputs of shape \(3, 5\)",
+    ),
+    ('loss', lambda i, c: (i.logprobs * c.nothing, {}), "no attribute 'noth"),
+  ],
+)
+def test_a_plugin_that_breaks_the_contract_is_told_where(
+  plugin_of, monkeypatch, name, value, message
+):
+  module = plugin_of(MINE)
+  monkeypatch.setattr(module, name, value)
+  with np.errstate(all='ignore'), pytest.raises(ValueError, match=message) as e:
+    base.check_plugin(module, _config(module))
+  assert "'my_paper.mine'" in str(e.value)
+  assert 'rl_jax/algorithms/__init__.py' in str(e.value)
+
+
+def test_a_config_of_its_own_making_is_refused(plugin_of):
+  module = plugin_of(MINE)
+  with pytest.raises(ValueError, match='must extend'):
+    base.check_plugin(module, object())
 
 
 @pytest.mark.parametrize('name', NAMES)
@@ -156,7 +209,7 @@ def test_every_option_string_runs(plugin_of, name):
     config = _config(module, kl_coef=0.1, **dict(zip(options, values)))
     assert np.isfinite(base.token_weights([3, 1], config)).all()
     assert np.isfinite(module.advantages(np.array([0.0, 1.0]), config)).all()
-    token_loss, metrics = module.loss(inputs, config)
+    token_loss, metrics = base.bind(module, config)(inputs)
     assert np.isfinite(token_loss).all()
     assert 'kl_reference' in metrics
 

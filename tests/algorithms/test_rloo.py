@@ -77,13 +77,13 @@ def test_huge_and_many_log_ratios_are_finite(gap, advantage):
     advantages=jnp.full(shape, advantage),
     loss_mask=jnp.ones(shape),
   )
-  config = rloo.Config(kl_coef=0.1)
+  config = rloo.Config()
   found, metrics = loss(inputs, config=config)
   assert np.isfinite(found).all()
   assert all(np.isfinite(m).all() for m in metrics.values())
   gradient = _gradient(inputs, config)
   assert np.isfinite(gradient).all()
-  assert np.abs(gradient).max() <= config.max_ratio + 0.1 * np.exp(20)
+  assert np.abs(gradient).max() <= config.max_ratio
 
 
 def test_the_cap_must_let_on_policy_tokens_through():

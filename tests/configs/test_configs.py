@@ -164,7 +164,7 @@ def test_every_key_of_a_plugin_is_heard_though_no_file_has_it(
     if section == 'algorithm':
       assert getattr(settings.algorithm_config, key) == value != default
     else:
-      assert settings.verifier[key] == value != default
+      assert getattr(settings.verifier_config, key) == value != default
 
 
 def test_the_flags_that_people_will_type(parse):

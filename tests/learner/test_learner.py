@@ -78,7 +78,7 @@ def _built(sizes, rows, loss_config, dtype):
       compute_dtype=dtype,
     ),
     optimizer.build(OPTIMIZER, num_steps=10),
-    functools.partial(grpo.loss, config=loss_config),
+    algorithms.bind(grpo, loss_config),
     temperature=TEMPERATURE,
   )
   learner.set_reference(jax.device_put(OTHER, learner.param_shardings))
@@ -438,7 +438,7 @@ def test_a_kl_without_reference_is_an_error():
     _mesh(1, 1, 1),
     Config(row_tokens=ROW, rows_per_microbatch=2, logprob_chunk=8),
     optimizer.build(OPTIMIZER, num_steps=10),
-    functools.partial(grpo.loss, config=KL),
+    algorithms.bind(grpo, KL),
     temperature=TEMPERATURE,
   )
   with pytest.raises(ValueError, match='set_reference'):

@@ -67,8 +67,18 @@ def test_a_warm_up_that_never_ends_is_an_error():
   ('keys', 'message'),
   [
     ({'decay': 'step'}, "decay='step': must be constant, linear or cosine"),
-    ({'learning_rate': 0.0}, 'learning_rate=0.0 must be > 0'),
-    ({'max_grad_norm': -1.0}, 'max_grad_norm=-1.0 >= 0'),
+    ({'learning_rate': 0.0}, r'optimizer\.learning_rate=0\.0: must be > 0'),
+    ({'learning_rate': float('nan')}, 'learning_rate=nan: must be > 0'),
+    ({'learning_rate': float('inf')}, 'learning_rate=inf: must be > 0'),
+    ({'warmup_steps': -1}, 'warmup_steps=-1: must be >= 0'),
+    ({'final_fraction': 1.1}, r'final_fraction=1\.1: must be in \[0, 1\]'),
+    ({'final_fraction': -0.1}, r'final_fraction=-0\.1: must be in \[0, 1\]'),
+    ({'b1': 1.0}, r'b1=1\.0: must be in \[0, 1\)'),
+    ({'b2': float('nan')}, r'b2=nan: must be in \[0, 1\)'),
+    ({'eps': 0.0}, r'eps=0\.0: must be > 0'),
+    ({'weight_decay': -1.0}, r'weight_decay=-1\.0: must be >= 0'),
+    ({'max_grad_norm': -1.0}, r'max_grad_norm=-1\.0: must be >= 0'),
+    ({'max_grad_norm': float('nan')}, 'max_grad_norm=nan: must be >= 0'),
   ],
 )
 def test_illegal_settings_say_what_is_legal(keys, message):
