@@ -35,4 +35,4 @@ dict(name='my_paper.echo', num_rows=10))`:
     return [Row(f'Say {i}', str(i)) for i in range(config.num_rows)]
 """
 
-PLUGIN = 'rows'  # the function that makes a module a plugin, see resolve
+PLUGIN = ('Config', 'rows')  # what makes a module a plugin, see resolve

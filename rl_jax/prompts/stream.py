@@ -57,6 +57,13 @@ class Config:
         f'prompts.{self.system=} needs chat=True; without a chat template, '
         'write it into prompts.template.'
       )
+    for where in ('train', 'heldout'):
+      for label, entry in getattr(self, where).items():
+        if not isinstance(entry, Mapping):
+          raise ValueError(
+            f'prompts.{where}.{label}={entry!r}: every source needs a label, '
+            f'as in {where}=dict(mine=dict({label}={entry!r}, ...)).'
+          )
 
 
 class PromptStream:
@@ -114,22 +121,53 @@ class PromptStream:
     keys = [self._draws[i] for i in range(first, self._num_drawn)]
     return _prompts(keys, first, self._loaded, self._config, self._tokenizer)
 
-  def check_solutions(self) -> None:
-    """ValueError where a row has no solution, which SFT would imitate."""
-    for source in self._loaded:
-      for label, i in source.keys:
-        if not source.rows[i].solution:
-          raise ValueError(
-            f'prompts.train.{label}: row {i} has no solution to imitate; set '
-            'sft.num_steps=0, or have the source give solutions (of jsonl: '
-            'name their column).'
-          )
+  def answers(self) -> list[tuple[str, Any]]:
+    """(row, gold answer) of every row that may be drawn."""
+    return [
+      (f'{label}/{i}', source.rows[i].answer)
+      for source in self._loaded
+      for label, i in source.keys
+    ]
 
-  def solution(self, prompt: types.Prompt) -> str:
-    """The completion to imitate for `prompt`, '' if its source has none."""
+  def check_solutions(self, row_tokens: int) -> None:
+    """Proves that SFT can imitate every row.
+
+    Raises:
+      ValueError: a row without solution, with one that the tokeniser cannot
+        spell, or that is longer than `row_tokens` with its prompt.
+    """
+    for source in self._loaded:
+      for start in range(0, len(source.keys), _CHUNK):
+        indices = [i for _, i in source.keys[start : start + _CHUNK]]
+        for i in indices:
+          if not source.rows[i].solution:
+            raise ValueError(
+              f'prompts.train.{source.label}: row {i} has no solution to '
+              'imitate; set sft.num_steps=0, or have the source give solutions '
+              '(of jsonl: name their column).'
+            )
+        for i, solution in zip(indices, self._solutions(source, indices)):
+          length = source.lengths[i] + len(solution)
+          if length > row_tokens:
+            raise ValueError(
+              f'prompts.train.{source.label}: row {i} has {length} tokens with '
+              f'its solution, learner.row_tokens={row_tokens}: raise it, or '
+              'take the row out.'
+            )
+
+  def solution(self, prompt: types.Prompt) -> np.ndarray:
+    """[T] int32, the completion to imitate for `prompt`, with its stop."""
     label, _, index = prompt.row.rpartition('/')
     source = next(s for s in self._loaded if s.label == label)
-    return source.rows[int(index)].solution
+    return self._solutions(source, [int(index)])[0]
+
+  def _solutions(
+    self, source: _Source, indices: Sequence[int]
+  ) -> list[np.ndarray]:
+    texts = [source.rows[i].solution for i in indices]
+    stop = np.int32(self._tokenizer.stop_ids[0])
+    tokens = self._tokenizer.encode_batch(texts, continues=True)
+    return [np.append(ids, stop) for ids in tokens]
 
   def get_state(self) -> dict[str, Any]:
     """JSON-serialisable; everything that `set_state` needs."""
@@ -188,6 +226,7 @@ class _Source:
   label: str
   rows: Sequence[Row]
   keys: list[tuple[str, int]]  # (label, row number) of the rows kept
+  lengths: Sequence[int]  # tokens of the prompt of each row
   report: dict[str, int]
   digest: str  # of the rows, as rendered and tokenised
 
@@ -238,15 +277,21 @@ def _load_source(
   }
   _tell(report, where, config)
   return _Source(
-    label, rows, [(label, i) for i in kept], report, digest.hexdigest()
+    label,
+    rows,
+    [(label, i) for i in kept],
+    lengths,
+    report,
+    digest.hexdigest(),
   )
 
 
 def _rows(entry: Mapping[str, Any], where: str) -> Sequence[Row]:
-  if 'name' not in entry:
+  if not isinstance(entry.get('name'), str):
     raise ValueError(f'{where}: has no name; set it to the name of a source.')
   source = resolve.plugin('prompts', entry['name'])
-  return source.rows(resolve.settings(source.Config, entry, where))
+  keys = {key: value for key, value in entry.items() if key != 'name'}
+  return source.rows(resolve.settings(source.Config, keys, where))
 
 
 def _check_row(row: Row, i: int, where: str) -> None:
@@ -269,6 +314,8 @@ def _serialised(facts: list[Any], where: str) -> bytes:
 
 def _tell(report: Mapping[str, int], where: str, config: Config) -> None:
   limit = f'max_prompt_tokens={config.max_prompt_tokens}'
+  if not report['rows']:
+    raise ValueError(f'{where}: the source has no rows; check its keys.')
   if report['dropped'] == report['rows']:
     raise ValueError(
       f'{where}: no prompt is left of {report["rows"]} rows: the longest has '

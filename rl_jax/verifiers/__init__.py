@@ -45,4 +45,5 @@ A minimal plugin, `my_paper/exact.py`, used by `verifier = dict(name=
     return {'gold': answer, 'empty': '', 'wrong': answer + '0'}
 """
 
-PLUGIN = 'verify'  # the function that makes a module a plugin, see resolve
+# What makes a module a plugin, see resolve.
+PLUGIN = ('Config', 'check_answer', 'verify', 'examples')

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import IO, Any
 
@@ -182,19 +182,31 @@ class VerifierService:
     """The verdict, waited for."""
     return self.submit(completion, answer).result()
 
+  def check_answers(self, rows: Iterable[tuple[str, Any]]) -> None:
+    """Proves that every (row, gold answer) can be verified against.
+
+    Raises:
+      ValueError: names the row, and what is wrong with its answer.
+    """
+    for row, answer in rows:
+      try:
+        self._verifier.check_answer(answer, self._config)
+      except ValueError as e:
+        raise ValueError(
+          f'verifier {self._name!r} cannot verify row {row!r}, {answer=!r}: '
+          f'{e} Correct the answer, take the row out, or use another verifier.'
+        ) from e
+
   def self_test(self, answers: Sequence[Any]) -> None:
     """Proves the verifier on gold answers, through the whole service.
 
     Raises:
       ValueError: names the row, and what the verifier says that it must not.
     """
+    self.check_answers((str(row), answer) for row, answer in enumerate(answers))
     open_verdicts = []
     for row, answer in enumerate(answers):
       where = f'verifier {self._name!r}, row {row}, {answer=!r}'
-      try:
-        self._verifier.check_answer(answer, self._config)
-      except ValueError as e:
-        raise ValueError(f'{where}: {e}') from e
       kinds = self._verifier.examples(answer, self._config)
       if missing := {'gold', 'empty', 'wrong'} - kinds.keys():
         raise ValueError(f'{where}: examples() lacks {sorted(missing)}.')

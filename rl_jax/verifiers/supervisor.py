@@ -209,6 +209,9 @@ class Supervisor:
     now = time.monotonic()
     for worker in [w for w in self._workers if w.job and w.deadline <= now]:
       assert worker.job is not None
+      if not worker.job.attempts:  # it never began: not the item's fault
+        self._lost(worker)
+        continue
       reason = f'no verdict within {self._deadline_seconds:g} s'
       self._client.send(_reply(worker.job.job_id, 'timeout', reason))
       self._replace(worker)

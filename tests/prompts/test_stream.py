@@ -295,6 +295,11 @@ def test_bad_rows(monkeypatch, row, message):
     _stream(sources)
 
 
+def test_a_source_of_no_rows(monkeypatch):
+  with pytest.raises(ValueError, match=r'prompts\.train\.a: .* has no rows'):
+    _stream(_plugin(monkeypatch, []))
+
+
 def test_zero_is_an_answer(monkeypatch):
   stream = _stream(_plugin(monkeypatch, [Row('1', 0), Row('2', False)]))
   assert sorted(p.answer for p in stream.take(2)) == [0, False]
@@ -325,6 +330,7 @@ def test_bad_entries(sources, message):
     ({'max_prompt_tokens': 0}, 'max_prompt_tokens=0'),
     ({'template': 'no slot'}, 'must contain {prompt}'),
     ({'system': 'be brief'}, 'needs chat=True'),
+    ({'heldout': {'name': 'jsonl'}}, "heldout.name='jsonl': every source"),
   ],
 )
 def test_bad_config(keys, message):
@@ -353,8 +359,28 @@ def test_solution(source):
   entry = source(*_numbered(4), solution='answer')
   stream = _stream({'a/b': entry})
   for prompt in stream.take(4):
-    assert stream.solution(prompt) == prompt.answer
-  stream.check_solutions()
+    assert CHARS.decode(stream.solution(prompt)[:-1]) == prompt.answer
+    assert stream.solution(prompt)[-1] == CHARS.stop_ids[0]
+  longest = max(len(p.tokens) for p in stream.take(4)) + 2
+  stream.check_solutions(longest)
+  message = rf'a/b: row \d has {longest} tokens .*row_tokens={longest - 1}'
+  with pytest.raises(ValueError, match=message):
+    stream.check_solutions(longest - 1)
+
+
+def test_a_solution_that_cannot_be_spelt_is_found_before_it_is_drawn(
+  monkeypatch,
+):
+  rows = [Row('1', '1', '1'), Row('2', '2', '2 Z')]
+  stream = _stream(_plugin(monkeypatch, rows))
+  with pytest.raises(ValueError, match="in '2 Z' is not in the alphabet"):
+    stream.check_solutions(8)
+
+
+def test_answers_are_those_of_the_rows_that_may_be_drawn(source):
+  rows = [('1', 'a'), ('2' * 9, 'b'), ('3', 'c')]
+  stream = _stream({'x': source(*rows)}, max_prompt_tokens=8)
+  assert stream.answers() == [('x/0', 'a'), ('x/2', 'c')]
 
 
 def test_a_row_without_solution_is_named(source):
@@ -364,7 +390,7 @@ def test_a_row_without_solution_is_named(source):
   }
   message = r'prompts\.train\.b: row 0 has no solution.*sft\.num_steps=0'
   with pytest.raises(ValueError, match=message):
-    _stream(sources).check_solutions()
+    _stream(sources).check_solutions(100)
 
 
 # Held-out prompts
@@ -426,7 +452,7 @@ def test_every_source_keeps_the_contract(shared, name, keys):
   if name == 'jsonl':
     keys['path'] = str(shared / 'data' / 'gsm8k_test.jsonl')
   module = importlib.import_module(f'rl_jax.prompts.{name}')
-  config = resolve.settings(module.Config, {'name': name, **keys}, 'prompts')
+  config = resolve.settings(module.Config, keys, 'prompts')
   rows = module.rows(config)
   assert len(rows) > 0
   assert rows[0] == module.rows(config)[0]

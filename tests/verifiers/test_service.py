@@ -3,6 +3,7 @@
 import os
 import pathlib
 import random
+import re
 import select
 import signal
 import socket
@@ -173,7 +174,7 @@ def test_a_verifier_that_imports_jax_is_refused(tmp_path, monkeypatch):
   (tmp_path / 'their_paper' / 'heavy.py').write_text(
     'import dataclasses\nimport jax\n'
     '@dataclasses.dataclass(frozen=True)\nclass Config:\n  pass\n'
-    'def verify(completion, answer, config):\n  pass\n'
+    'check_answer = verify = examples = None\n'
   )
   monkeypatch.syspath_prepend(str(tmp_path))
   with pytest.raises(RuntimeError, match=r"'their_paper.heavy' imports JAX"):
@@ -210,6 +211,13 @@ def test_a_hang_is_killed_from_outside():
     assert [service.verify('right', 1).status for _ in range(4)] == ['pass'] * 4
     pid = supervisor_of_this_process()
     assert comes_true(lambda: len(children(pid)) == 2)  # no zombies
+
+
+def test_a_worker_that_never_begins_costs_its_item_nothing():
+  with VerifierService(PROBE, {}, deadline_seconds=0.5) as service:
+    (worker,) = children(supervisor_of_this_process())
+    os.kill(worker, signal.SIGSTOP)
+    assert service.verify('right', None).status == 'pass'
 
 
 def test_the_service_is_no_plugin():
@@ -415,10 +423,17 @@ def test_self_test_passes_on_good_rows():
     service.self_test(['5', r'2\frac{2}{3}', 'work\n#### 1,000', r'50\%'])
 
 
+def test_every_gold_answer_is_checked():
+  with VerifierService('math_answer', {}) as service:
+    service.check_answers([('sums/0', '5'), ('sums/1', '1/2')])
+    with pytest.raises(ValueError, match=r"cannot verify row 'sums/7', .*'x'"):
+      service.check_answers(iter([('sums/0', '5'), ('sums/7', 'x')]))
+
+
 def test_self_test_names_row_kind_and_verdict():
   with VerifierService(PROBE, {}, deadline_seconds=1.0) as service:
     for answer, message in (
-      ('bad', "row 1, answer='bad': this answer is bad"),
+      ('bad', "row '1', answer='bad': this answer is bad"),
       ('no wrong example', r"lacks \['wrong'\]"),
       ({'gold': 'wrong'}, "'gold' example 'wrong' must get pass"),
       ({'empty': 'right'}, "'empty' example 'right' must get fail"),
@@ -428,7 +443,7 @@ def test_self_test_names_row_kind_and_verdict():
     ):
       with pytest.raises(ValueError, match=message) as caught:
         service.self_test(['good', answer])
-      assert 'row 1' in str(caught.value)
+      assert re.search("row '?1", str(caught.value))
       service.check()
 
 
