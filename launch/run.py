@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
   logging.getLogger('jax').setLevel(logging.WARNING)
   import jax
 
-  if config.mesh.num_cpu_devices:
+  if config.mesh.num_cpu_devices > 0:
     jax.config.update('jax_num_cpu_devices', config.mesh.num_cpu_devices)
   from rl_jax.saving import Stopped
   from rl_jax.train import train
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
   try:
     train(config, workdir.absolute(), stop)
   except Stopped as e:
-    print(f'{e}; the same command goes on from there.', flush=True)
+    print(f'{e}; saved: the same command goes on from there.', flush=True)
     sys.exit(128 + signal.SIGTERM)
 
 

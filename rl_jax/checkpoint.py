@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _TEMPORARY = '*.orbax-checkpoint-tmp*'
 # What orbax and tensorstore raise on a file that is missing, cut or garbled.
-_DAMAGE = (OSError, ValueError, KeyError)
+_DAMAGE = (OSError, ValueError, KeyError, TypeError)
 
 
 class CheckpointError(RuntimeError):

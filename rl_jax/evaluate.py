@@ -64,8 +64,8 @@ class Config:
     self.sampling(SamplingParams(max_tokens=1))
 
   def is_due(self, step: int) -> bool:
-    """Whether to evaluate after `step` learner steps."""
-    return self.every_steps > 0 and step % self.every_steps == 0
+    """Whether to evaluate after `step` learner steps, besides the start."""
+    return step > 0 and self.every_steps > 0 and step % self.every_steps == 0
 
   def sampling(self, training: SamplingParams) -> SamplingParams:
     """How evaluation samples; what it does not set is as in `training`.

@@ -42,6 +42,7 @@ TRAINING = 'training'
 # A resumed run may change these; anything else would be another run.
 _CHANGEABLE = ('num_steps', 'checkpoint', 'evaluation', 'service')
 _TRUNCATION_ALARM = 0.5
+_ERROR_ALARM = 0.05
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain')
 
 
@@ -63,7 +64,9 @@ class Journal:
     check_config(workdir, config)
     saved = saved or {}
     self._writer = MetricsWriter(workdir, saved.get('cursor'))
+    (workdir / 'summary.json').unlink(missing_ok=True)  # of an end before
     write_json(workdir / 'config.json', config)
+    self._config = config
     self.timeline = Timeline((GENERATION, TRAINING), saved.get('seconds'))
     self.ledger = TokenLedger.from_state(
       saved.get('ledger', TokenLedger().state())
@@ -76,7 +79,7 @@ class Journal:
     self._step_begins()
     self._step_seconds: collections.deque[float] = collections.deque(maxlen=16)
     self._compiled = False
-    self._alarmed = False
+    self._alarmed: set[str] = set()
 
   def __enter__(self) -> Journal:
     return self
@@ -115,21 +118,30 @@ class Journal:
   ) -> None:
     self.ledger.consumed(_tokens(groups), 'evaluation')
     values = result.as_dict()
-    self.evaluations[name] = {'step': step, **values}
-    self._writer.scalars(
-      step, {f'evaluation/{k}': v for k, v in values.items()}
+    self.evaluations[name] = {
+      'step': step,
+      **values,
+      'config': _json(self._config['evaluation']),
+    }
+    phase = 'sft' if name == 'before_sft' else 'rl'
+    scalars = {f'evaluation/{k}': v for k, v in values.items()}
+    self._writer.scalars(step, scalars, phase)
+    self._writer.text(
+      step, f'evaluation/{name}', _sample_text(groups[0]), phase
     )
-    self._writer.text(step, f'evaluation/{name}', _sample_text(groups[0]))
     self._step_begins()
     self.say(
       f'evaluation {name}: pass@1 {values["pass_at_1"]:.3f} '
       f'[{values["low"]:.3f}, {values["high"]:.3f}] on {values["n"]} prompts, '
-      f'{values["truncation_rate"]:.0%} truncated'
+      f'{values["truncation_rate"]:.0%} truncated, '
+      f'{values["error_rate"]:.0%} without verdict'
     )
 
   def has_evaluated(self, name: str, step: int) -> bool:
-    """Whether the run that this one resumes has done it."""
-    return self.evaluations.get(name, {}).get('step') == step
+    """Whether the run that this one resumes has done it, and just so."""
+    done = self.evaluations.get(name, {})
+    asked = _json(self._config['evaluation'])
+    return done.get('step') == step and done.get('config') == asked
 
   def gated(self, difference: np.ndarray, groups: Sequence[Group]) -> None:
     self.ledger.consumed(_tokens(groups), 'gate')
@@ -146,7 +158,8 @@ class Journal:
 
   def imitated(self, step: int, num_steps: int, metrics: Mapping[str, float]):
     """An SFT step."""
-    self._writer.scalars(step, {f'sft/{k}': v for k, v in metrics.items()})
+    scalars = {f'sft/{k}': v for k, v in metrics.items()}
+    self._writer.scalars(step, scalars, 'sft')
     if (step + 1) % 20 == 0 or step + 1 == num_steps:
       self.say(f'sft {step + 1}/{num_steps}  loss {metrics["loss"]:.3f}')
 
@@ -172,7 +185,7 @@ class Journal:
     self._writer.rollouts(step, groups)
     self._writer.text(step, 'rollout', _sample_text(groups[0]))
     self._print_line(step, num_steps, values)
-    self._alarm(values)
+    self._alarm(values, groups)
 
   def _book(self, selection: Selection) -> None:
     self.ledger.consumed(
@@ -231,13 +244,29 @@ class Journal:
       + ('  (no signal: update skipped)' if v['skipped_update'] else '')
     )
 
-  def _alarm(self, values: Mapping[str, float]) -> None:
-    if values['truncated_frac'] >= _TRUNCATION_ALARM and not self._alarmed:
-      self._alarmed = True
-      self.say(
-        f'WARNING: {values["truncated_frac"]:.0%} of the completions were cut '
-        'at sampling.max_tokens; raise it, or see algorithm.truncated.'
+  def _alarm(
+    self, values: Mapping[str, float], groups: Sequence[Group]
+  ) -> None:
+    if values['truncated_frac'] >= _TRUNCATION_ALARM:
+      self._warn(
+        'truncated',
+        f'{values["truncated_frac"]:.0%} of the completions were cut at '
+        'sampling.max_tokens; raise it, or see algorithm.truncated.',
       )
+    if values['verdict/error'] >= _ERROR_ALARM:
+      verdicts = [r.verdict for g in groups for r in g.rollouts]
+      reason = next(v.reason for v in verdicts if v.status == 'error')
+      self._warn(
+        'error',
+        f'{values["verdict/error"]:.0%} of the completions could not be '
+        f'verified and leave the loss; the first: {reason}',
+      )
+
+  def _warn(self, kind: str, message: str) -> None:
+    """Once for each kind."""
+    if kind not in self._alarmed:
+      self._alarmed.add(kind)
+      self.say(f'WARNING: {message}')
 
   # ---- the end
 
@@ -271,7 +300,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
   staleness = [step - g.oldest_version for g in groups]
   status = [r.verdict.status for r in rollouts]
   return {
-    'reward': float(np.mean(scored)) if scored else 0.0,
+    'reward': float(np.mean(scored)) if scored else math.nan,
     'pass_at_1': status.count('pass') / len(status),
     'completion_tokens': float(lengths.mean()),
     'completion_tokens_max': float(lengths.max()),
@@ -289,7 +318,7 @@ def check_config(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   path = workdir / 'config.json'
   if not path.exists():
     return
-  old, new = _flat(json.loads(path.read_text())), _flat(_json(config))
+  old, new = _flat(_read_json(path)), _flat(_json(config))
   changed = [
     f'{key}: {old.get(key)!r} -> {new.get(key)!r}'
     for key in sorted(old.keys() | new.keys())
@@ -301,6 +330,17 @@ def check_config(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
       'another --workdir, or delete this one. A resumed run may change '
       f'{", ".join(_CHANGEABLE)} only.'
     )
+
+
+def finished(
+  workdir: pathlib.Path, config: Mapping[str, Any]
+) -> dict[str, Any] | None:
+  """The summary of this very run, if the workdir holds its end."""
+  paths = workdir / 'summary.json', workdir / 'config.json'
+  if not all(path.exists() for path in paths):
+    return None
+  summary, its_config = map(_read_json, paths)
+  return summary if its_config == _json(config) else None
 
 
 def digest(params: Params) -> str:
@@ -315,9 +355,24 @@ def digest(params: Params) -> str:
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Atomically: a reader sees the old file or the new one."""
   temporary = path.with_name(f'.{path.name}.{os.getpid()}')
-  text = json.dumps(_json(value), indent=2, allow_nan=False)
-  temporary.write_text(text + '\n')
+  with open(temporary, 'w') as file:
+    json.dump(_json(value), file, indent=2, allow_nan=False)
+    file.write('\n')
+    file.flush()
+    os.fsync(file.fileno())
   temporary.replace(path)
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    value = json.loads(path.read_text())
+  except ValueError as e:
+    raise ValueError(
+      f'{path} is damaged ({e}); restore it, or name another --workdir.'
+    ) from e
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} is damaged: it holds {value!r:.80}.')
+  return value
 
 
 def summary_text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:

@@ -36,13 +36,13 @@ CONSUMERS = ('update', 'evaluation', 'gate')
 class MetricsWriter:
   """Appends to the files of one run, from one thread.
 
-  A line of `metrics.jsonl` is {"step": 3, "time": 1.7e9, "loss": 0.1}, in
-  ASCII, so that only a newline splits lines. What JSON has no number for is
-  written as a string that `float` reads: "nan", "inf", "-inf".
+  A line of `metrics.jsonl` is {"phase": "rl", "step": 3, "time": 1.7e9,
+  "loss": 0.1}, in ASCII, so that only a newline splits lines. What JSON has no
+  number for is written as a string that `float` reads: "nan", "inf", "-inf".
   """
 
   def __init__(
-    self, workdir: pathlib.Path, cursor: Mapping[str, int] | None = None
+    self, workdir: pathlib.Path, cursor: Mapping[str, Any] | None = None
   ):
     """Opens the files where a checkpoint's `cursor` left them.
 
@@ -51,61 +51,75 @@ class MetricsWriter:
     run starts anew, and all that an earlier run wrote here goes.
     """
     cursor = cursor or {}
-    self._next_step = cursor.get('next_step', 0)
+    self._next_steps: dict[str, int] = dict(cursor.get('next_steps', {}))
     workdir.mkdir(parents=True, exist_ok=True)
     self._files = {
       stem: _open_at(workdir / f'{stem}.jsonl', cursor.get(stem, 0))
       for stem in _FILES
     }
-    self._events = _TensorBoard(workdir / 'tensorboard', self._next_step)
+    self._directory = workdir / 'tensorboard'
+    self._events: dict[str, _TensorBoard] = {}
 
-  def scalars(self, step: int, values: Mapping[str, Any]) -> None:
+  def scalars(
+    self, step: int, values: Mapping[str, Any], phase: str = 'rl'
+  ) -> None:
     """Writes numbers of Python, numpy or jax (of no dimension) by name.
+
+    Each phase counts its steps from 0 and is a run of its own in TensorBoard.
 
     Raises:
       ValueError: a value that is not one number, or a name that is taken.
     """
     step = int(step)
     numbers = {name: _number(name, value) for name, value in values.items()}
-    taken = numbers.keys() & {'step', 'time'}
+    taken = numbers.keys() & {'phase', 'step', 'time'}
     if taken:
       raise ValueError(
         f'metric {min(taken)!r}: the name is taken; use another.'
       )
     line = {n: _json_number(x) for n, x in numbers.items()}
-    self._write('metrics', step, {'step': step, 'time': time.time(), **line})
-    self._events.scalars(step, numbers)
+    place = {'phase': phase, 'step': step, 'time': time.time()}
+    self._write('metrics', {**place, **line})
+    self._tensorboard(phase, step).scalars(step, numbers)
 
-  def text(self, step: int, tag: str, markdown: str) -> None:
+  def text(self, step: int, tag: str, markdown: str, phase: str = 'rl') -> None:
     """Writes a text for TensorBoard's text page; to no other file."""
-    self._events.text(int(step), tag, markdown)
+    self._tensorboard(phase, step).text(int(step), tag, markdown)
 
   def rollouts(self, step: int, groups: Sequence[Group]) -> None:
     """Writes every rollout that step `step` consumed, one a line."""
     for group in groups:
       for rollout in group.rollouts:
         line = {'step': int(step), **_rollout_line(group, rollout)}
-        self._write('rollouts', int(step), line)
+        self._write('rollouts', line)
 
-  def cursor(self) -> dict[str, int]:
+  def cursor(self) -> dict[str, Any]:
     """Where the files end, for a checkpoint; what lies before is on disk."""
     ends = {}
     for stem, file in self._files.items():
       os.fsync(file.fileno())
       ends[stem] = file.tell()
-    self._events.flush()
-    return {**ends, 'next_step': self._next_step}
+    for events in self._events.values():
+      events.flush()
+    return {**ends, 'next_steps': dict(self._next_steps)}
 
   def close(self) -> None:
     for file in self._files.values():
       file.close()
-    self._events.close()
+    for events in self._events.values():
+      events.close()
 
-  def _write(self, stem: str, step: int, line: dict[str, Any]) -> None:
+  def _tensorboard(self, phase: str, step: int) -> _TensorBoard:
+    first = self._next_steps.setdefault(phase, 0)
+    if phase not in self._events:
+      self._events[phase] = _TensorBoard(self._directory / phase, first)
+    self._next_steps[phase] = max(first, step + 1)
+    return self._events[phase]
+
+  def _write(self, stem: str, line: dict[str, Any]) -> None:
     text = json.dumps(line, ensure_ascii=True, allow_nan=False)
     self._files[stem].write(text.encode('ascii') + b'\n')
     self._files[stem].flush()  # one write a line: a kill splits the last only
-    self._next_step = max(self._next_step, step + 1)
 
 
 class _TensorBoard:
@@ -369,6 +383,7 @@ def _rollout_line(group: Group, rollout: Rollout) -> dict[str, Any]:
     'policy_version_oldest': min(versions, default=None),
     'policy_version_newest': max(versions, default=None),
     'prompt': group.prompt.text,
+    'answer': group.prompt.answer,
     'completion': rollout.text,
     'status': rollout.verdict.status,
     'score': float(rollout.verdict.score),

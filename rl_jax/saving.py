@@ -9,9 +9,12 @@ are saved.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_jax.checkpoint import (
@@ -49,6 +52,31 @@ class Saved:
     """Prompts by admission index that are to be run again."""
     prompts = self.host['rollouts']['in_flight']
     return {int(i): prompt_from_json(p) for i, p in prompts.items()}
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+  """Keeps a second run out of `workdir`; the kernel unlocks a dead one's.
+
+  Raises:
+    ValueError: another run has it, or it is no directory.
+  """
+  if workdir.exists() and not workdir.is_dir():
+    raise ValueError(f'workdir {workdir} is a file; name a directory.')
+  workdir.mkdir(parents=True, exist_ok=True)
+  with open(workdir / '.lock', 'a+') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      file.seek(0)
+      raise ValueError(
+        f'{workdir} is in use by the run of process {file.read()}; wait for '
+        'its end, or name another --workdir.'
+      ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    yield
 
 
 class Saves:

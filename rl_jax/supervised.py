@@ -61,12 +61,7 @@ def run(
 
 
 def _batch(p: Parts, stream: PromptStream, prompts: list[Prompt]) -> TrainBatch:
-  items = []
-  for prompt in prompts:
-    solution = p.tokenizer.encode(stream.solution(prompt), continues=True)
-    solution = np.append(solution, p.tokenizer.stop_ids[0])
-    tokens, mask = sft.example(prompt.tokens, solution)
-    items.append((tokens, mask))
+  items = [sft.example(x.tokens, stream.solution(x)) for x in prompts]
   weight = algorithms.token_weights(
     [int(mask.sum()) for _, mask in items], algorithms.Config()
   )

@@ -23,13 +23,13 @@ import numpy as np
 from rl_jax import config as configs
 from rl_jax import evaluate, parts, supervised
 from rl_jax.algorithms import base as algorithms
-from rl_jax.journal import Journal, check_config
+from rl_jax.journal import Journal, check_config, finished, summary_text
 from rl_jax.learner.learner import TrainState
 from rl_jax.parts import Parts
 from rl_jax.rollout.buffer import GroupBuffer
 from rl_jax.rollout.packing import Item, pack
 from rl_jax.rollout.worker import RolloutWorker
-from rl_jax.saving import Saves, Stopped, rollouts_to_json
+from rl_jax.saving import Saves, Stopped, locked, rollouts_to_json
 from rl_jax.types import Group, Rollout, TrainBatch
 
 _POLL_SECONDS = 0.5  # how soon a waiting loop sees that it is to stop
@@ -64,8 +64,17 @@ def train(
   stop = stop or threading.Event()
   # Act 1: all that can be wrong with config, data and devices is said here.
   s = configs.settings(config)
-  check_config(workdir, configs.as_dict(config))
-  with parts.build(s) as p, Saves(workdir, s.checkpoint) as saves:
+  whole_config = configs.as_dict(config)
+  check_config(workdir, whole_config)
+  if summary := finished(workdir, whole_config):
+    print(summary_text(summary, workdir))
+    print('\nThis run has ended before; raise num_steps to go on with it.')
+    return summary
+  with (
+    locked(workdir),
+    parts.build(s) as p,
+    Saves(workdir, s.checkpoint) as saves,
+  ):
     # Act 2: what an earlier run of this workdir has left.
     learner, imitator = p.rl_learner(), p.sft_learner()
     anchored = s.algorithm_config.kl_coef > 0
@@ -80,7 +89,7 @@ def train(
       s.run.prompts_per_step, s.run.max_staleness, s.run.num_steps, step
     )
     with (
-      Journal(workdir, configs.as_dict(config), account) as journal,
+      Journal(workdir, whole_config, account) as journal,
       p.rollout_worker(buffer, journal.timeline, journal.ledger) as worker,
     ):
       journal.timeline.add('build', time.monotonic() - begun)
@@ -95,9 +104,9 @@ def train(
         journal.ledger.dropped(lost, 'interrupted')
       # Act 3: where RL starts from.
       if saved is None or anchored:
-        if saved_sft is None and s.sft.num_steps:
+        if newest is None and s.sft.num_steps:
           _sync(p, p.initial_params(learner), 0, worker, journal)
-          _evaluate(p, 'before_sft', 0, worker, journal)
+          _evaluate(p, 'before_sft', 0, worker, journal, stop)
         start = supervised.run(p, imitator, saved_sft, saves, journal, stop)
         if anchored:
           learner.set_reference(start)
@@ -106,48 +115,50 @@ def train(
         state = saved.state
       # Act 4: the generators get the weights, and must agree with the learner.
       _sync(p, state.params, step, worker, journal)
-      _gate(p, learner, state, worker, journal)
-      if step == 0:
-        name = 'after_sft' if s.sft.num_steps else 'before_rl'
-        _evaluate(p, name, step, worker, journal)
-      worker.advance(step)
-      # Act 5: the loop.
-      while step < s.run.num_steps:
-        groups = _take(buffer, stop, journal)
-        if groups is None:
-          _save(p, saves, step, state, worker, journal, wait=True)
-          raise Stopped(f'stopped at step {step}; everything is saved')
-        selection = algorithms.select(groups, p.advantages, s.algorithm_config)
-        metrics: dict[str, float] = {}
-        if selection.scored:
-          with journal.training('update'):
-            batch = _batch(selection, s)
-            state, metrics = learner.update(state, batch, step)
-        _sync(p, state.params, step + 1, worker, journal)
-        journal.trained(step, s.run.num_steps, groups, selection, metrics)
-        worker.balance()
-        step += 1
-        if s.evaluation.is_due(step) and step < s.run.num_steps:
-          _evaluate(p, f'step_{step}', step, worker, journal)
-        if saves.is_due(step):
-          _save(p, saves, step, state, worker, journal)
-        worker.advance(step)
+      _gate(p, learner, state, worker, journal, stop)
+      # Act 5: the loop. Whoever waits in it raises Stopped when asked to.
+      try:
+        if step == 0:
+          name = 'after_sft' if s.sft.num_steps else 'before_rl'
+          _evaluate(p, name, step, worker, journal, stop)
+        while step < s.run.num_steps:
+          if s.evaluation.is_due(step):
+            _evaluate(p, f'step_{step}', step, worker, journal, stop)
+          worker.advance(step)
+          groups = _take(buffer, stop, journal)
+          selection = algorithms.select(
+            groups, p.advantages, s.algorithm_config
+          )
+          metrics: dict[str, float] = {}
+          if selection.scored:
+            with journal.training('update'):
+              batch = _batch(selection, s)
+              state, metrics = learner.update(state, batch, step)
+          _sync(p, state.params, step + 1, worker, journal)
+          journal.trained(step, s.run.num_steps, groups, selection, metrics)
+          worker.balance()
+          step += 1
+          if saves.is_due(step):
+            _save(p, saves, step, state, worker, journal)
+        _evaluate(p, 'after_rl', step, worker, journal, stop)
+      except Stopped:
+        _save(p, saves, step, state, worker, journal, wait=True)
+        raise
       # Act 6: what came of it.
-      _evaluate(p, 'after_rl', step, worker, journal)
       _save(p, saves, step, state, worker, journal, wait=True)
       return journal.summarise(state.params, p.plan.describe())
 
 
 def _take(
   buffer: GroupBuffer, stop: threading.Event, journal: Journal
-) -> list[Group] | None:
-  """The groups of the next step; None if the run is to stop."""
+) -> list[Group]:
+  """The groups of the next step."""
   with journal.training('wait'):
     while not stop.is_set():
       groups = buffer.take(_POLL_SECONDS)
       if groups is not None:
         return groups
-  return None
+  raise Stopped('stopped between two steps')
 
 
 def _batch(selection: algorithms.Selection, s: configs.Settings) -> TrainBatch:
@@ -195,6 +206,7 @@ def _gate(
   state: TrainState,
   worker: RolloutWorker,
   journal: Journal,
+  stop: threading.Event,
 ) -> None:
   """Refuses to start where generator and learner disagree on real prompts."""
   gate = p.settings.parity
@@ -204,7 +216,10 @@ def _gate(
       p.settings.run.completions_per_prompt,
       p.sampling,
       step=0,
+      stop=stop,
     )
+    if groups is None:
+      raise Stopped('stopped in the parity gate')
     rollouts = [r for g in groups for r in g.rollouts]
     batch = pack(
       [_item(r, advantage=0.0, weight=0.0) for r in rollouts],
@@ -227,7 +242,12 @@ def _gate(
 
 
 def _evaluate(
-  p: Parts, name: str, step: int, worker: RolloutWorker, journal: Journal
+  p: Parts,
+  name: str,
+  step: int,
+  worker: RolloutWorker,
+  journal: Journal,
+  stop: threading.Event,
 ) -> None:
   """Held-out pass@k by the same path as training; once for a step."""
   if journal.has_evaluated(name, step):
@@ -235,8 +255,14 @@ def _evaluate(
   config = p.settings.evaluation
   with journal.training('evaluate'):
     groups = worker.generate(
-      p.heldout, config.samples_per_prompt, config.sampling(p.sampling), step
+      p.heldout,
+      config.samples_per_prompt,
+      config.sampling(p.sampling),
+      step,
+      stop,
     )
+  if groups is None:
+    raise Stopped(f'stopped in the evaluation {name}')
   result = evaluate.summarise(groups, config.ks)
   journal.evaluated(name, step, result, groups)
 

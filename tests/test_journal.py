@@ -16,7 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import evaluate, journal
 from rl_jax.algorithms import base as algorithms
-from rl_jax.journal import Journal, check_config, digest, rollout_metrics
+from rl_jax.journal import (
+  Journal,
+  check_config,
+  digest,
+  finished,
+  rollout_metrics,
+)
 from rl_jax.metrics import Timeline
 from rl_jax.sync.single_process import Sent
 from rl_jax.types import Group, Prompt, Rollout, Verdict
@@ -126,7 +132,8 @@ def test_rollout_metrics_where_nothing_was_judged():
     0, ('error', 0.0, 'stop', 1, 3), ('error', 0, 'stop', 1, 3)
   )
   metrics = rollout_metrics([group], step=3)
-  assert metrics['reward'] == metrics['pass_at_1'] == 0.0
+  assert np.isnan(metrics['reward'])  # not 0: nothing was judged
+  assert metrics['pass_at_1'] == 0.0
   assert metrics['verdict/error'] == 1.0
   assert metrics['staleness'] == metrics['staleness_max'] == 0.0
 
@@ -160,6 +167,7 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
   (row,) = lines(tmp_path / 'metrics.jsonl')
   assert row.pop('time') > 0
   assert {name: row[name] for name in row if '/' not in name} == {
+    'phase': 'rl',
     'step': 7,
     'reward': 0.375,
     'pass_at_1': 2 / 6,
@@ -185,6 +193,8 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
   assert capsys.readouterr().out == (
     'step    8/10  reward 0.375  pass@1 0.333  len 3.3  3 tok/s  gen 50%  '
     'learn 2.00s  eta ?\n'
+    'WARNING: 17% of the completions could not be verified and leave the loss; '
+    'the first: why\n'
   )
   assert len(lines(tmp_path / 'rollouts.jsonl')) == 6
 
@@ -252,12 +262,51 @@ def test_the_alarm_of_truncation_sounds_once(tmp_path, capsys):
   assert sounded == [False, True, False, False]
 
 
+def test_the_alarm_of_errors_names_the_first_and_sounds_once(tmp_path, capsys):
+  def group(num_errors):
+    rollouts = [('error', 0.0, 'stop', 2, 0)] * num_errors
+    return make_group(0, *rollouts, *[('fail', 0.0, 'stop', 2, 0)] * 95)
+
+  with Journal(tmp_path, CONFIG, None) as j:
+    sounded = []
+    for g in (group(0), group(4), group(5), group(50)):
+      j.trained(0, 10, [g], select([g]), {})
+      sounded.append('WARNING' in (out := capsys.readouterr().out))
+      if sounded[-1]:
+        assert '5% of the completions could not be verified' in out
+        assert 'the first: why' in out
+  assert sounded == [False, False, True, False]
+
+
+def test_before_and_after_sft_are_told_apart(tmp_path):
+  result = evaluate.summarise(GROUPS, (1,))
+  with Journal(tmp_path, CONFIG, None) as j:
+    j.evaluated('before_sft', 0, result, GROUPS)
+    j.evaluated('after_sft', 0, result, GROUPS)
+  rows = lines(tmp_path / 'metrics.jsonl')
+  assert [row['phase'] for row in rows] == ['sft', 'rl']
+
+
+def test_an_evaluation_is_done_again_with_another_config_only(tmp_path):
+  with Journal(tmp_path, CONFIG, None) as j:
+    assert not j.has_evaluated('x', 3)
+    j.evaluated('x', 3, evaluate.summarise(GROUPS, (1,)), GROUPS)
+    saved = json.loads(json.dumps(j.state()))
+  with Journal(tmp_path, CONFIG, saved) as j:
+    assert j.has_evaluated('x', 3)
+    assert not j.has_evaluated('x', 4) and not j.has_evaluated('y', 3)
+  other = CONFIG | {'evaluation': {'num_prompts': 3, 'ks': (1, 2)}}
+  with Journal(tmp_path, other, saved) as j:
+    assert not j.has_evaluated('x', 3)
+
+
 def test_sft_steps_are_written_and_told_now_and_then(tmp_path, capsys):
   with Journal(tmp_path, CONFIG, None) as j:
     for step in range(25):
       j.imitated(step, 25, {'loss': 1.5})
   rows = lines(tmp_path / 'metrics.jsonl')
   assert [row['step'] for row in rows] == list(range(25))
+  assert {row['phase'] for row in rows} == {'sft'}
   assert {row['sft/loss'] for row in rows} == {1.5}
   told = capsys.readouterr().out.splitlines()
   assert [line.split()[1] for line in told] == ['20/25', '25/25']
@@ -287,7 +336,8 @@ def test_the_summary_holds_what_a_reader_needs(tmp_path, clock, capsys):
   (entry,) = summary['evaluation'].values()
   want = evaluate.summarise(GROUPS, (1,)).as_dict()
   assert list(summary['evaluation']) == ['before_rl']
-  assert entry == {'step': 0, **want}
+  asked = {'num_prompts': 2, 'ks': [1, 2]}
+  assert entry == {'step': 0, **want, 'config': asked}
   assert (entry['n'], entry['pass_at_1']) == (2, 1 / 3)
   assert 0 < entry['low'] < entry['pass_at_1'] < entry['high'] < 1
 
@@ -416,6 +466,26 @@ def test_a_workdir_that_is_new_takes_any_config(tmp_path):
   check_config(tmp_path / 'new', CONFIG)
   Journal(tmp_path / 'new' / 'run', CONFIG, None).__exit__()
   assert strict(tmp_path / 'new' / 'run' / 'config.json')['num_steps'] == 10
+
+
+@pytest.mark.parametrize('text', ['', '{"num_steps": 1', '[1]', 'null'])
+def test_a_damaged_config_is_named(tmp_path, text):
+  (tmp_path / 'config.json').write_text(text)
+  with pytest.raises(ValueError, match=r'config\.json is damaged'):
+    check_config(tmp_path, CONFIG)
+
+
+def test_finished_is_the_end_of_this_very_run(tmp_path):
+  assert finished(tmp_path, CONFIG) is None
+  with Journal(tmp_path, CONFIG, None) as j:
+    assert finished(tmp_path, CONFIG) is None
+    j.summarise(PARAMS, '')
+  found = finished(tmp_path, CONFIG)
+  assert found and found['params_sha256'] == digest(PARAMS)
+  assert finished(tmp_path, CONFIG | {'num_steps': 20}) is None
+  # A run that goes on has not ended, until it ends again.
+  Journal(tmp_path, CONFIG | {'num_steps': 20}, None).__exit__()
+  assert finished(tmp_path, CONFIG | {'num_steps': 20}) is None
 
 
 def test_an_infinite_bound_stays_the_same_config(tmp_path):

@@ -26,8 +26,9 @@ def open_writer(workdir, cursor=None):
   return contextlib.closing(metrics.MetricsWriter(workdir, cursor))
 
 
-def read_events(workdir):
-  events = event_accumulator.EventAccumulator(str(workdir / 'tensorboard'))
+def read_events(workdir, phase='rl'):
+  path = workdir / 'tensorboard' / phase
+  events = event_accumulator.EventAccumulator(str(path))
   events.Reload()
   return events
 
@@ -68,6 +69,7 @@ def test_scalars_of_every_kind(tmp_path):
   (line,) = lines(tmp_path / 'metrics.jsonl')
   assert line.pop('time') > 1.6e9
   assert line == {
+    'phase': 'rl',
     'step': 3,
     'python': 0.1,
     'count': 2**60,
@@ -91,8 +93,9 @@ def test_what_is_not_one_number_is_refused(tmp_path, value):
   with open_writer(tmp_path) as writer:
     with pytest.raises(ValueError, match='metric loss='):
       writer.scalars(0, {'loss': value})
-    with pytest.raises(ValueError, match="'step': the name is taken"):
-      writer.scalars(0, {'step': 1})
+    for name in ('step', 'phase'):
+      with pytest.raises(ValueError, match=f"'{name}': the name is taken"):
+        writer.scalars(0, {name: 1})
   assert lines(tmp_path / 'metrics.jsonl') == []
 
 
@@ -121,6 +124,7 @@ def test_rollouts_round_trip(tmp_path):
     'policy_version_oldest': 4,
     'policy_version_newest': 5,
     'prompt': NASTY,
+    'answer': '3',
     'completion': NASTY,
     'status': 'fail',
     'score': float(np.float32(0.1)),
@@ -145,7 +149,7 @@ def test_resume_lists_no_step_twice(tmp_path):
   with open_writer(tmp_path, cursor) as writer:
     writer.scalars(2, {'loss': 2})
     writer.rollouts(2, [make_group('kept')])
-    assert writer.cursor()['next_step'] == 3
+    assert writer.cursor()['next_steps'] == {'rl': 3}
   assert [x['loss'] for x in lines(tmp_path / 'metrics.jsonl')] == [0, 1, 2]
   rollouts = lines(tmp_path / 'rollouts.jsonl')
   assert [x['completion'] for x in rollouts] == ['ok', 'ok', 'kept']
@@ -153,13 +157,36 @@ def test_resume_lists_no_step_twice(tmp_path):
   assert [(e.step, e.value) for e in scalars] == [(0, 0), (1, 1), (2, 2)]
 
 
+def test_each_phase_counts_its_own_steps(tmp_path):
+  """Resumed in RL step 1, which is before the last step of SFT."""
+  with open_writer(tmp_path) as writer:
+    for step in range(5):
+      writer.scalars(step, {'loss': 10 + step}, 'sft')
+    writer.text(0, 'sample', 'of sft', 'sft')
+    writer.scalars(0, {'loss': 0})
+    cursor = json.loads(json.dumps(writer.cursor()))
+    writer.scalars(1, {'loss': -1})
+  with open_writer(tmp_path, cursor) as writer:
+    writer.scalars(1, {'loss': 1})
+  rows = lines(tmp_path / 'metrics.jsonl')
+  assert [(x['phase'], x['step']) for x in rows] == [
+    *(('sft', step) for step in range(5)),
+    *(('rl', step) for step in range(2)),
+  ]
+  scalars = read_events(tmp_path).Scalars('loss')
+  assert [(e.step, e.value) for e in scalars] == [(0, 0), (1, 1)]
+  scalars = read_events(tmp_path, 'sft').Scalars('loss')
+  assert [(e.step, e.value) for e in scalars] == [(i, 10 + i) for i in range(5)]
+  assert read_events(tmp_path, 'sft').Tensors('sample')
+
+
 def test_cursor_counts_bytes_on_disk(tmp_path):
   with open_writer(tmp_path) as writer:
-    assert writer.cursor() == {'metrics': 0, 'rollouts': 0, 'next_step': 0}
+    assert writer.cursor() == {'metrics': 0, 'rollouts': 0, 'next_steps': {}}
     writer.scalars(4, {'loss': 1})
     cursor = writer.cursor()
     size = (tmp_path / 'metrics.jsonl').stat().st_size
-    assert cursor == {'metrics': size, 'rollouts': 0, 'next_step': 5}
+    assert cursor == {'metrics': size, 'rollouts': 0, 'next_steps': {'rl': 5}}
     scalars = read_events(tmp_path).Scalars('loss')
     assert [e.step for e in scalars] == [4]
 

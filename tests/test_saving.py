@@ -1,5 +1,9 @@
 """Checkpoints of a run on disk: what was saved comes back bit by bit."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,7 @@ import pytest
 
 from rl_jax.config import Checkpoint
 from rl_jax.learner.learner import TrainState
-from rl_jax.saving import Saves, rollouts_to_json
+from rl_jax.saving import Saves, locked, rollouts_to_json
 from rl_jax.types import Group, Prompt, Rollout, Verdict
 
 # What model output may hold, and what splits lines elsewhere.
@@ -143,3 +147,46 @@ def test_the_state_may_be_donated_once_save_returns(tmp_path):
 def test_is_due(tmp_path, every, due):
   with Saves(tmp_path, Checkpoint(every_steps=every)) as saves:
     assert [step for step in range(1, 7) if saves.is_due(step)] == due
+
+
+# ---- one run in a workdir
+
+
+def test_a_second_run_is_kept_out_and_told_by_whom(tmp_path):
+  workdir = tmp_path / 'runs' / 'new'
+  with locked(workdir):
+    with pytest.raises(ValueError, match=f'process {os.getpid()};') as error:
+      with locked(workdir):
+        pass
+    assert str(workdir) in str(error.value)
+  with locked(workdir):
+    pass
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path):
+  code = (
+    'import pathlib, sys, time\n'
+    'from rl_jax.saving import locked\n'
+    'with locked(pathlib.Path(sys.argv[1])):\n'
+    "  print('in', flush=True)\n"
+    '  time.sleep(600)\n'
+  )
+  with subprocess.Popen(
+    [sys.executable, '-c', code, str(tmp_path)], stdout=subprocess.PIPE
+  ) as process:
+    assert process.stdout and process.stdout.readline() == b'in\n'
+    with pytest.raises(ValueError, match=f'process {process.pid};'):
+      with locked(tmp_path):
+        pass
+    process.kill()
+    process.wait()
+  with locked(tmp_path):
+    pass
+
+
+def test_a_workdir_that_is_a_file_is_said_to_be_one(tmp_path):
+  path = tmp_path / 'file'
+  path.write_text('')
+  with pytest.raises(ValueError, match='is a file; name a directory'):
+    with locked(path):
+      pass

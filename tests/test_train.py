@@ -28,7 +28,8 @@ from rl_jax.journal import Journal, digest
 from rl_jax.learner.learner import NonFinite
 from rl_jax.metrics import LedgerError
 from rl_jax.rollout.packing import Item, pack
-from rl_jax.saving import Saves, Stopped
+from rl_jax.rollout.worker import RolloutWorker
+from rl_jax.saving import Saves, Stopped, locked
 from rl_jax.sync.single_process import Sync
 from rl_jax.train import ParityError, train
 from rl_jax.types import Request
@@ -72,7 +73,7 @@ groups_until_nan = float('inf')
 
 def advantages(rewards, config):
   global groups_until_nan
-  groups_until_nan -= 1
+  groups_until_nan -= len(rewards) == 4  # not where the plugin is tried
   return _advantages(rewards, config) * (np.nan if groups_until_nan < 0 else 1)
 """
 
@@ -220,6 +221,22 @@ def stopped(config, workdir, method, step):
   return str(error.value)
 
 
+def stopped_in_evaluation(config, workdir, step):
+  """Runs until the evaluation before `step` begins, and then stops."""
+  stop, generate = threading.Event(), RolloutWorker.generate
+
+  def stops(self, *args, **keys):
+    if step in args[3:]:  # the gate names its step, 0
+      stop.set()
+    return generate(self, *args, **keys)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(RolloutWorker, 'generate', stops)
+    with pytest.raises(Stopped) as error:
+      train(config, workdir, stop)
+  return str(error.value)
+
+
 # ---- what a finished run leaves
 
 
@@ -352,8 +369,11 @@ def test_resume_is_no_interruption(finished, tmp_path):
   assert message == 'stopped in SFT at step 2'
   assert checkpoints(tmp_path, 'sft') == [1, 2]
   message = stopped(tiny(), tmp_path, 'trained', 1)
-  assert message == 'stopped at step 2; everything is saved'
+  assert message == 'stopped between two steps'
   assert checkpoints(tmp_path) == [1, 2]
+  message = stopped_in_evaluation(tiny(), tmp_path, STEPS)
+  assert message == 'stopped in the evaluation after_rl'
+  assert checkpoints(tmp_path) == [STEPS - 1, STEPS]
   resumed = train(tiny(), tmp_path)
   assert resumed['params_sha256'] == summary['params_sha256']
   assert untimed(tmp_path) == untimed(workdir)
@@ -375,7 +395,27 @@ def test_another_config_is_refused_by_name(finished):
   assert checkpoints(workdir) == [STEPS - 1, STEPS]
 
 
+def test_two_runs_do_not_share_a_workdir(tmp_path):
+  with locked(tmp_path), pytest.raises(ValueError, match='is in use by'):
+    train(tiny(), tmp_path)
+  assert [p.name for p in tmp_path.iterdir()] == ['.lock']
+
+
 # ---- what stops a run
+
+
+@pytest.mark.parametrize('label', ['train', 'heldout'])
+def test_a_gold_answer_that_nobody_can_verify_is_named(tmp_path, label):
+  path = tmp_path / 'rows.jsonl'
+  rows = [{'prompt': '1+1=', 'answer': a} for a in ('2', '3 or so')]
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  config = tiny(sft__num_steps=0)
+  config.prompts[label] = dict(mine=dict(name='jsonl', path=str(path)))
+  config.verifier = dict(name='math_answer')
+  with pytest.raises(
+    ValueError, match=r"cannot verify row 'mine/1', .*3 or so"
+  ):
+    train(config, tmp_path / 'run')
 
 
 def test_a_generator_with_other_weights_does_not_start(tmp_path, monkeypatch):
@@ -649,7 +689,11 @@ def test_a_run_may_grow(finished, tmp_path):
   assert grown['params_sha256'] == summary['params_sha256']
   assert lines(tmp_path, 'rollouts') == lines(workdir, 'rollouts')
   assert grown['evaluation']['after_rl']['step'] == STEPS
-  # Once at its end, it does nothing again.
+  assert train(tiny(), tmp_path) == json.loads(
+    (tmp_path / 'summary.json').read_text()
+  )
+  # Killed in its last moment, it does nothing again.
+  (tmp_path / 'summary.json').unlink()
   again = train(tiny(), tmp_path)
   used = 'consumed/evaluation'
   assert again['tokens'][used] == grown['tokens'][used]
@@ -759,7 +803,7 @@ def test_sigterm_saves_everything(launch, tmp_path):
   process = launch(workdir, num_steps=100)
   code, output = run_until(process, 'step    2/100', signal.SIGTERM)
   assert code == 143, output
-  assert 'everything is saved; the same command goes on' in output
+  assert 'saved: the same command goes on' in output
   done = steps_with(workdir, 'reward')
   assert done == list(range(checkpoints(workdir)[-1]))
   assert 2 <= len(done) < 100
