@@ -39,6 +39,7 @@ def get_config() -> ConfigDict:
   config.learner.remat = False
   config.optimizer.learning_rate = 1.5e-5
   config.optimizer.warmup_steps = 4
+  config.optimizer.decay = 'linear'
   config.evaluation.num_prompts = 59
   config.evaluation.samples_per_prompt = 4
   config.evaluation.every_steps = 5
