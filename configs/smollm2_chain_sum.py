@@ -33,8 +33,8 @@ def get_config() -> ConfigDict:
   config.prompts.max_prompt_tokens = 64
   config.sampling.max_tokens = 16
   config.verifier.extract = 'last_number'
-  config.learner.row_tokens = 256
-  config.learner.rows_per_microbatch = 4
+  config.learner.row_tokens = 128
+  config.learner.rows_per_microbatch = 8
   config.learner.logprob_chunk = 32
   config.learner.remat = False
   config.optimizer.learning_rate = 1.5e-5
