@@ -83,7 +83,9 @@ class Stem(nnx.Module):
     self.tied = config.tie_embeddings
 
   def encode(self, tokens_BT: jax.Array) -> jax.Array:
-    return jnp.take(self.embed[...], tokens_BT, axis=0)
+    # The residual stream stays float32: in bfloat16 its rounding, twice a
+    # layer, is most of what generator and learner disagree by.
+    return jnp.take(self.embed[...], tokens_BT, axis=0).astype(jnp.float32)
 
   def normalise(self, x_BTD: jax.Array) -> jax.Array:
     return layers.rms_norm(x_BTD, self.final_norm[...], self.eps)

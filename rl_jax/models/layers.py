@@ -34,13 +34,16 @@ def param(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-  """x / rms(x) * scale over the last axis, in float32 (arXiv:1910.07467)."""
+  """x / rms(x) * scale over the last axis, in float32 (arXiv:1910.07467).
+
+  The result has the dtype of `scale`, that of the computation.
+  """
   x32 = x.astype(jnp.float32)
   inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
   scale32 = jnp.expand_dims(
     scale.astype(jnp.float32), tuple(range(x.ndim - scale.ndim))
   )
-  return (x32 * inverse * scale32).astype(x.dtype)
+  return (x32 * inverse * scale32).astype(scale.dtype)
 
 
 def rope_frequencies(
