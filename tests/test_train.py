@@ -705,7 +705,7 @@ def test_a_run_may_grow(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_agrees_closely_enough(tmp_path):
+def test_bfloat16_agrees_closely_enough(tmp_path, summary):
   config = tiny(
     num_steps=2,
     sft__num_steps=0,
@@ -714,9 +714,13 @@ def test_bfloat16_agrees_closely_enough(tmp_path):
     parity__max_abs=2.0,
     parity__mean_abs=0.02,
   )
-  summary = train(config, tmp_path)
-  assert 0 < summary['parity']['mean'] <= 0.02
+  half = train(config, tmp_path)
+  assert half['parity']['mean'] <= 0.02
+  assert half['parity']['num_tokens'] > 0
   assert steps_with(tmp_path, 'reward') == [0, 1]
+  # A sync moves every parameter in two bytes instead of four.
+  sent, whole = half['sync'], summary['sync']
+  assert sent['bytes'] / sent['count'] == whole['bytes'] / whole['count'] / 2
 
 
 # ---- as a shell runs it

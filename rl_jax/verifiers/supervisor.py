@@ -4,8 +4,11 @@ Knows processes, deadlines and a socket; knows neither JAX nor what a verifier
 checks. It is started by `service.py`, imports the verifier once and forks its
 workers from itself, which is safe because it has one thread.
 
-  trainer ==jobs==> queue --job--> worker     one job at a time each
-          <=verdicts==    <-verdict-          killed from outside if late
+  trainer ==jobs==> queue --jobs--> worker    killed from outside if late
+          <=verdicts==    <-verdicts-
+
+A worker holds as many jobs as it does in QUICK_SECONDS, at least one: between
+quick verdicts, waking one another would cost many times the verdicts.
 
 Who waits for what: a worker waits for its next job; the supervisor waits in
 one `select` for jobs, verdicts, the end of a worker, or the next deadline; it
@@ -48,6 +51,8 @@ MAX_MESSAGE_BYTES = 1 << 26
 MAX_REASON_CHARS = 1000
 MAX_ATTEMPTS = 2
 REAP_SECONDS = 0.05  # how often the end of killed workers is looked for
+QUICK_SECONDS = 0.01  # what may wait for a worker while others have no job
+BATCH_BYTES = 1 << 16  # fits a socket's buffer: sending never waits
 
 
 class Channel:
@@ -64,8 +69,8 @@ class Channel:
   def fileno(self) -> int:
     return self.sock.fileno()
 
-  def send(self, message: Any) -> None:
-    self.sock.sendall(self.encode(message))
+  def send(self, *messages: Any) -> None:
+    self.sock.sendall(b''.join(map(self.encode, messages)))
 
   @staticmethod
   def encode(message: Any) -> bytes:
@@ -111,8 +116,12 @@ class _Job:
 class _Worker:
   pid: int
   channel: Channel
-  job: _Job | None = None
-  deadline: float = 0.0  # of its job, on the monotonic clock
+  jobs: collections.deque[_Job] = dataclasses.field(
+    default_factory=collections.deque
+  )  # the first is the one that it is at
+  deadline: float = 0.0  # of the first, on the monotonic clock
+  handed_out: float = 0.0  # when, on that clock; `handed_jobs`, how many
+  handed_jobs: int = 0
 
 
 class Supervisor:
@@ -128,6 +137,7 @@ class Supervisor:
     self._client = client
     self._judge = judge
     self._deadline_seconds = deadline_seconds
+    self._batch = 1  # jobs that a worker does in QUICK_SECONDS
     self._queue: collections.deque[_Job] = collections.deque()
     self._workers: list[_Worker] = []
     self._dying: set[int] = set()  # pids killed and not yet reaped
@@ -163,11 +173,11 @@ class Supervisor:
     return True
 
   def _seconds_to_wait(self) -> float | None:
-    if self._queue and any(w.job is None for w in self._workers):
+    if self._queue and not all(w.jobs for w in self._workers):
       return 0.0  # a worker was replaced while jobs were handed out
     waits = [REAP_SECONDS] if self._dying else []
     now = time.monotonic()
-    waits += [max(0.0, w.deadline - now) for w in self._workers if w.job]
+    waits += [max(0.0, w.deadline - now) for w in self._workers if w.jobs]
     return min(waits, default=None)
 
   def _hear(self, worker: _Worker) -> None:
@@ -179,23 +189,27 @@ class Supervisor:
     if messages is None:
       self._lost(worker)
       return
+    verdicts = []
     for message in messages:
-      job = worker.job
-      if job is None or message['id'] != job.job_id:
+      if not worker.jobs or message['id'] != worker.jobs[0].job_id:
         self._lost(worker)
-        return
+        break
       if 'status' not in message:
-        job.attempts += 1
+        worker.jobs[0].attempts += 1
         continue
-      worker.job = None
-      self._client.send(message)
+      worker.jobs.popleft()
+      worker.deadline = time.monotonic() + self._deadline_seconds
+      verdicts.append(message)
+    self._client.send(*verdicts)
+    if verdicts and not worker.jobs:
+      each = (time.monotonic() - worker.handed_out) / worker.handed_jobs
+      # At most doubled: one quick verdict says little of the next.
+      self._batch = max(1, min(2 * self._batch, int(QUICK_SECONDS / each)))
 
   def _lost(self, worker: _Worker) -> None:
     """A worker ended by itself: its job gets one more attempt."""
-    job = worker.job
-    if job is not None and job.attempts < MAX_ATTEMPTS:
-      self._queue.appendleft(job)
-    elif job is not None:
+    if worker.jobs and worker.jobs[0].attempts >= MAX_ATTEMPTS:
+      job = worker.jobs.popleft()
       self._client.send(
         _reply(
           job.job_id,
@@ -207,27 +221,40 @@ class Supervisor:
 
   def _expire(self) -> None:
     now = time.monotonic()
-    for worker in [w for w in self._workers if w.job and w.deadline <= now]:
-      assert worker.job is not None
-      if not worker.job.attempts:  # it never began: not the item's fault
+    for worker in [w for w in self._workers if w.jobs and w.deadline <= now]:
+      if not worker.jobs[0].attempts:  # it never began: not the item's fault
         self._lost(worker)
         continue
+      job = worker.jobs.popleft()
+      self._batch = 1  # this verifier may hang: let no item wait for another
       reason = f'no verdict within {self._deadline_seconds:g} s'
-      self._client.send(_reply(worker.job.job_id, 'timeout', reason))
+      self._client.send(_reply(job.job_id, 'timeout', reason))
       self._replace(worker)
 
   def _dispatch(self) -> None:
-    for worker in list(self._workers):
-      if worker.job is not None or not self._queue:
-        continue
-      worker.job = self._queue.popleft()
-      worker.deadline = time.monotonic() + self._deadline_seconds
+    for worker in [w for w in self._workers if not w.jobs]:
+      # No more than its share: the others are to have work too.
+      share = -(-len(self._queue) // len(self._workers))
+      data = b''
+      while (
+        self._queue
+        and len(worker.jobs) < min(self._batch, share)
+        and len(data) < BATCH_BYTES
+      ):
+        worker.jobs.append(self._queue.popleft())
+        data += Channel.encode(worker.jobs[-1].message)
+      if not data:
+        return
+      worker.handed_out = time.monotonic()
+      worker.handed_jobs = len(worker.jobs)
+      worker.deadline = worker.handed_out + self._deadline_seconds
       try:
-        worker.channel.send(worker.job.message)
+        worker.channel.sock.sendall(data)
       except OSError:  # it died, or took nothing in for a whole deadline
         self._lost(worker)
 
   def _replace(self, worker: _Worker) -> None:
+    self._queue.extendleft(reversed(worker.jobs))
     self._kill(worker)
     self._spawn()
 
@@ -268,7 +295,7 @@ def _work(
   channel: Channel, judge: Callable[[str, Any], Verdict], supervisor: int
 ) -> NoReturn:
   """A worker's life: jobs in, verdicts out; whatever is raised ends it."""
-  job_id = None
+  job_id, verdicts = None, []
   try:
     try:
       os.setpgid(0, 0)  # what a verifier starts is killed along with it
@@ -276,12 +303,14 @@ def _work(
       while (messages := channel.receive()) is not None:
         for message in messages:
           job_id = message['id']
-          channel.send({'id': job_id})  # it begins
+          channel.send(*verdicts, {'id': job_id})  # it begins
           verdict = judge(message['completion'], message['answer'])
-          channel.send(
+          verdicts = [
             _reply(job_id, verdict.status, verdict.reason, verdict.score)
-          )
+          ]
           job_id = None
+        channel.send(*verdicts)
+        verdicts = []
     finally:
       if job_id is not None and (error := sys.exception()) is not None:
         traceback.print_exception(error)

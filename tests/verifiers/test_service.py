@@ -393,6 +393,28 @@ def test_two_hundred_mixed_jobs_keep_their_verdicts():
     assert comes_true(lambda: len(children(pid)) == 4)  # no zombies
 
 
+def test_quick_items_are_handed_out_together_and_lose_nothing():
+  """A worker that dies, raises or hangs takes none of its batch with it."""
+  bad = {'os._exit': 'error', 'raise': 'error', 'power': 'timeout'}
+  with VerifierService(PROBE, {}, deadline_seconds=0.5) as service:
+    seconds = []
+    for _ in range(4):
+      start = time.perf_counter()
+      futures = [service.submit('right', 1) for _ in range(256)]
+      assert all(future.result().status == 'pass' for future in futures)
+      seconds.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    for _ in range(256):
+      service.verify('right', 1)  # the worker never has a second one
+    assert min(seconds) < 0.33 * (time.perf_counter() - start)
+    jobs = ['right', 'wrong'] * 40
+    for where, job in zip((7, 23, 48), bad):
+      jobs.insert(where, job)
+    futures = [service.submit(job, 1) for job in jobs]
+    expected = {'right': 'pass', 'wrong': 'fail'} | bad
+    assert [f.result().status for f in futures] == [expected[j] for j in jobs]
+
+
 def test_submit_waits_for_a_slot(fifo):
   with VerifierService(
     PROBE, {}, deadline_seconds=NEVER, max_pending=2
