@@ -2,7 +2,7 @@
 
   python launch/run.py --config=configs/arithmetic.py
 
-2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 of about 0.4, then
+2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 near 0.45, then
 GRPO lifts it to 0.97; README.md has the figures.
 """
 
@@ -13,7 +13,7 @@ from configs import base
 
 def get_config() -> ConfigDict:
   config = base.get_config()
-  config.num_steps = 320
+  config.num_steps = 280
   config.prompts_per_step = 128
   config.completions_per_prompt = 4
   config.mesh.mode = 'split'

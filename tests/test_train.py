@@ -705,7 +705,7 @@ def test_a_run_may_grow(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_bfloat16_agrees_closely_enough(tmp_path, summary):
+def test_bfloat16_agrees_closely_enough(tmp_path, finished):
   config = tiny(
     num_steps=2,
     sft__num_steps=0,
@@ -719,7 +719,7 @@ def test_bfloat16_agrees_closely_enough(tmp_path, summary):
   assert half['parity']['num_tokens'] > 0
   assert steps_with(tmp_path, 'reward') == [0, 1]
   # A sync moves every parameter in two bytes instead of four.
-  sent, whole = half['sync'], summary['sync']
+  sent, whole = half['sync'], finished[1]['sync']
   assert sent['bytes'] / sent['count'] == whole['bytes'] / whole['count'] / 2
 
 
