@@ -52,7 +52,9 @@ MAX_REASON_CHARS = 1000
 MAX_ATTEMPTS = 2
 REAP_SECONDS = 0.05  # how often the end of killed workers is looked for
 QUICK_SECONDS = 0.01  # what may wait for a worker while others have no job
-BATCH_BYTES = 1 << 16  # fits a socket's buffer: sending never waits
+# What a worker gets at once fits its socket's buffer: were the supervisor to
+# wait until a hanging worker reads on, nobody would see to the deadlines.
+BATCH_BYTES = 1 << 16
 
 
 class Channel:
@@ -236,13 +238,12 @@ class Supervisor:
       # No more than its share: the others are to have work too.
       share = -(-len(self._queue) // len(self._workers))
       data = b''
-      while (
-        self._queue
-        and len(worker.jobs) < min(self._batch, share)
-        and len(data) < BATCH_BYTES
-      ):
+      while self._queue and len(worker.jobs) < min(self._batch, share):
+        more = Channel.encode(self._queue[0].message)
+        if data and len(data) + len(more) > BATCH_BYTES:
+          break  # a long one goes alone, to a worker that does nothing else
         worker.jobs.append(self._queue.popleft())
-        data += Channel.encode(worker.jobs[-1].message)
+        data += more
       if not data:
         return
       worker.handed_out = time.monotonic()

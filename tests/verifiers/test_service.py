@@ -415,6 +415,16 @@ def test_quick_items_are_handed_out_together_and_lose_nothing():
     assert [f.result().status for f in futures] == [expected[j] for j in jobs]
 
 
+def test_a_long_item_does_not_wait_behind_one_that_hangs():
+  with VerifierService(PROBE, {}, deadline_seconds=0.5) as service:
+    for future in [service.submit('right', 1) for _ in range(256)]:
+      future.result()  # the worker gets many at once from now on
+    jobs = ['right', 'power', 'x' * (1 << 24), 'right']
+    futures = [service.submit(job, 1) for job in jobs]
+    statuses = [future.result(NEVER).status for future in futures]
+    assert statuses == ['pass', 'timeout', 'fail', 'pass']
+
+
 def test_submit_waits_for_a_slot(fifo):
   with VerifierService(
     PROBE, {}, deadline_seconds=NEVER, max_pending=2
