@@ -146,8 +146,12 @@ def _result(learner, batch):
 
 
 def _assert_close(found, expected, tolerance=1e-6):
-  """Relative to the norm of each."""
-  assert abs(found[0] - expected[0]) <= tolerance * abs(expected[0])
+  """Trees relative to their norm; the loss to the size of its terms.
+
+  Those of either sign nearly cancel in the loss, so float32 rounds relative to
+  the sum of their absolute values, and that is 0.4 to 0.8 in this file.
+  """
+  assert abs(found[0] - expected[0]) <= tolerance * 0.4, found[0] - expected[0]
   for one, other in zip(found[1:], expected[1:], strict=True):
     scale = optax.tree.norm(other)
     gap = optax.tree.norm(jax.tree.map(np.subtract, one, other))

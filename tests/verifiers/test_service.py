@@ -401,7 +401,7 @@ def test_quick_items_are_handed_out_together_and_lose_nothing():
     for _ in range(4):
       start = time.perf_counter()
       futures = [service.submit('right', 1) for _ in range(256)]
-      assert all(future.result().status == 'pass' for future in futures)
+      assert all(f.result(timeout=20).status == 'pass' for f in futures)
       seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
     for _ in range(256):
@@ -412,7 +412,8 @@ def test_quick_items_are_handed_out_together_and_lose_nothing():
       jobs.insert(where, job)
     futures = [service.submit(job, 1) for job in jobs]
     expected = {'right': 'pass', 'wrong': 'fail'} | bad
-    assert [f.result().status for f in futures] == [expected[j] for j in jobs]
+    found = [future.result(timeout=20).status for future in futures]
+    assert found == [expected[job] for job in jobs]
 
 
 def test_a_long_item_shares_a_batch_with_none():
