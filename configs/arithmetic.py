@@ -2,8 +2,8 @@
 
   python launch/run.py --config=configs/arithmetic.py
 
-2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 near 0.45, then
-GRPO lifts it to 0.96; README.md has the figures.
+2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 near 0.5, then
+GRPO lifts it to 0.97; README.md has the figures.
 """
 
 from ml_collections import ConfigDict
@@ -32,6 +32,7 @@ def get_config() -> ConfigDict:
   config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
   config.prompts.max_prompt_tokens = 8
   config.sampling.max_tokens = 5
+  config.sampling.temperature = 1.3  # explores; evaluation has its own, 1
   config.generator.num_slots = 256
   config.generator.steps_per_dispatch = 4
   config.generator.prefill_rows = 64
@@ -44,7 +45,7 @@ def get_config() -> ConfigDict:
   config.optimizer.warmup_steps = 10
   config.optimizer.decay = 'linear'
   config.optimizer.b2 = 0.99
-  config.sft.num_steps = 135
+  config.sft.num_steps = 150
   config.sft.examples_per_step = 128
   config.sft.learning_rate = 4e-3
   config.sft.warmup_steps = 10
