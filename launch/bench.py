@@ -58,9 +58,7 @@ ROWS = (
 def prompts(path: str, tokenizer) -> list[str]:
   with open(path, encoding='utf-8') as lines:
     questions = [json.loads(line)['question'] for line in lines]
-  return [
-    tokenizer.render([{'role': 'user', 'content': q}]) for q in questions
-  ]
+  return [tokenizer.render([{'role': 'user', 'content': q}]) for q in questions]
 
 
 def exact(texts: list[str], tokenizer, count: int, length: int):
@@ -410,7 +408,8 @@ def main() -> None:
     if args.only not in name:
       continue
     sides = [
-      e for e in (row.ours, row.against)
+      e
+      for e in (row.ours, row.against)
       if e in ENGINES and importlib.util.find_spec(ENGINES[e][2])
     ]
     best = dict.fromkeys(sides, 0.0)
