@@ -52,6 +52,7 @@ def get_config() -> ConfigDict:
         prefill_rows=8,  # prompts prefilled at once
         prefill_chunk=64,  # prompt tokens per row and prefill dispatch
         dtype='float32',  # float32 | bfloat16, of weights and KV
+        weight_format='dtype',  # dtype | int8, of matrices
         unroll_layers=True,  # faster on CPU; False compiles faster
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain
       ),

@@ -45,7 +45,8 @@ class Row:
 
 ROWS = (
   Row('decode16', 'float32', 'transformers', 'tokens/s', 1.7),
-  Row('decode64', 'float32', 'llama.cpp', 'tokens/s', 0.8),
+  Row('decode16', 'int8', 'transformers', 'tokens/s', 2.5),
+  Row('decode64', 'int8', 'llama.cpp', 'tokens/s', 0.8),
   Row('rl', 'float32', 'transformers', 'groups/s', 3.0),
   Row('rl', 'float32', 'tunix', 'groups/s', 3.0),
   Row('shared', 'float32', 'unshared', 'groups/s', 1.8),
@@ -123,6 +124,7 @@ class Ours:
     from rl_jax.generator.scheduler import Scheduler
     from rl_jax.models import base, weights
     from rl_jax.prompts.tokenizer import load_tokenizer
+    from rl_jax.sync.single_process import Sync
 
     self.tokenizer = load_tokenizer(SOURCE)
     self._unshared, self._step = unshared, 0
@@ -131,7 +133,15 @@ class Ours:
     shardings = meshes.shardings(
       plan.training, model.specs(), meshes.TRAINING_RULES
     )
-    params = jax.jit(base.unroll)(weights.load(SOURCE, model, shardings))
+    sync = Sync(
+      model,
+      plan.training,
+      plan.generation,
+      dtype='float32',
+      unroll=True,
+      weight_format=config.get('weight_format', 'dtype'),
+    )
+    sent = sync.send(weights.load(SOURCE, model, shardings), 0)
     engine = Engine(
       model,
       plan.generation[0],
@@ -141,7 +151,7 @@ class Ours:
       seed=0,
     )
     self._scheduler = Scheduler(engine)
-    self._scheduler.offer_params(params, 0)
+    self._scheduler.offer_params(sent.params[0], 0)
 
   def run(self, rows, samples, max_tokens, greedy, stop) -> float:
     from rl_jax.types import Prompt, Request, SamplingParams
@@ -359,6 +369,7 @@ class _Ids:
 
 ENGINES = {
   'float32': (Ours, {}, 'jax'),
+  'int8': (Ours, {'weight_format': 'int8'}, 'jax'),
   'unshared': (Ours, {'unshared': True}, 'jax'),
   'transformers': (Transformers, {}, 'transformers'),
   'llama.cpp': (LlamaCpp, {}, 'xllamacpp'),

@@ -153,6 +153,7 @@ def build(settings: Settings):
     plan.generation,
     dtype=s.generator.dtype,
     unroll=s.generator.unroll_layers,
+    weight_format=s.generator.weight_format,
   )
   with VerifierService(
     s.verifier,

@@ -45,6 +45,7 @@ class Config:
   prefill_rows: int = 8  # prompts prefilled at once
   prefill_chunk: int = 64  # prompt tokens prefilled per row and dispatch
   dtype: str = 'float32'  # of weights and KV
+  weight_format: str = 'dtype'  # of matrices: dtype | int8, see quantize.py
   unroll_layers: bool = True  # faster on CPU; False compiles faster
   on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
 
@@ -56,6 +57,7 @@ class Config:
         raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
     legal = {
       'dtype': ('float32', 'bfloat16'),
+      'weight_format': ('dtype', 'int8'),
       'on_new_weights': ('keep', 'recompute', 'drain'),
     }
     for name, values in legal.items():

@@ -73,9 +73,9 @@ class Attention(nnx.Module):
     attend: Attend,
     cache: Any,
   ) -> tuple[jax.Array, Any]:
-    q = jnp.einsum('BTD,DNH->BTNH', x_BTD, self.q[...])
-    k = jnp.einsum('BTD,DKH->BTKH', x_BTD, self.k[...])
-    v = jnp.einsum('BTD,DKH->BTKH', x_BTD, self.v[...])
+    q = layers.product('BTD,DNH->BTNH', x_BTD, self.q.get_value())
+    k = layers.product('BTD,DKH->BTKH', x_BTD, self.k.get_value())
+    v = layers.product('BTD,DKH->BTKH', x_BTD, self.v.get_value())
     if self.bias:
       q = q + self.q_bias[...][None, None]
       k = k + self.k_bias[...][None, None]
@@ -85,7 +85,8 @@ class Attention(nnx.Module):
       k = layers.rms_norm(k, self.k_norm[...], self.eps)
     q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
     out_BTNH, cache = attend(q, k, v, cache)
-    return jnp.einsum('BTNH,NHD->BTD', out_BTNH, self.out[...]), cache
+    out_BTD = layers.product('BTNH,NHD->BTD', out_BTNH, self.out.get_value())
+    return out_BTD, cache
 
 
 def softmax_parts(

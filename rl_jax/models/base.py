@@ -85,15 +85,25 @@ class Stem(nnx.Module):
   def encode(self, tokens_BT: jax.Array) -> jax.Array:
     # The residual stream stays float32: in bfloat16 its rounding, twice a
     # layer, is most of what generator and learner disagree by.
-    return jnp.take(self.embed[...], tokens_BT, axis=0).astype(jnp.float32)
+    embed_VD = self.embed.get_value()
+    if isinstance(embed_VD, layers.Quantized):
+      rows_BTD, scale_BT1 = (
+        jnp.take(x, tokens_BT, axis=0)
+        for x in (embed_VD.values, embed_VD.scale)
+      )
+      return rows_BTD * scale_BT1
+    return jnp.take(embed_VD, tokens_BT, axis=0).astype(jnp.float32)
 
   def normalise(self, x_BTD: jax.Array) -> jax.Array:
     return layers.rms_norm(x_BTD, self.final_norm[...], self.eps)
 
   def logits(self, x_BTD: jax.Array) -> jax.Array:
-    weight_VD = self.embed[...] if self.tied else self.head[...]
-    return jnp.einsum(
-      'BTD,VD->BTV', x_BTD, weight_VD, preferred_element_type=jnp.float32
+    weight_VD = self.embed if self.tied else self.head
+    return layers.product(
+      'BTD,VD->BTV',
+      x_BTD,
+      weight_VD.get_value(),
+      preferred_element_type=jnp.float32,
     )
 
 

@@ -9,8 +9,10 @@ Letters: B rows, T tokens, D model, H head dim, F ffn, L layers.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,63 @@ def param(
   else:
     value = jnp.full(shape, fill, jnp.float32)
   return nnx.Param(value, axes=tuple(axes))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+  """A weight as int8 times a float32 scale for each of its output channels.
+
+  Stands where an array does; `generator/quantize.py` makes it.
+  """
+
+  values: jax.Array  # int8, shape of the weight
+  scale: jax.Array  # float32, that shape with 1 along what `product` sums over
+
+
+def product(
+  equation: str, x: jax.Array, weight: jax.Array | Quantized, **kwargs: Any
+) -> jax.Array:
+  """`einsum(equation, x, weight)`, where `weight` may be quantised.
+
+  Then x is rounded to int8 too, with one scale for each of its tokens, and the
+  products are summed as integers: weights alone in int8 would be unpacked to
+  float32 at every step, slower than if they had been kept so.
+  """
+  if not isinstance(weight, Quantized):
+    return jnp.einsum(equation, x, weight, **kwargs)
+  inputs, out = equation.split('->')
+  left, right = inputs.split(',')
+  summed = set(left) & set(right) - set(out)
+  axes = tuple(i for i, letter in enumerate(left) if letter in summed)
+  values, x_scale = quantized(x, axes)
+  total = jnp.einsum(
+    equation, values, weight.values, preferred_element_type=jnp.int32
+  )
+  kept_left = ''.join(c for c in left if c not in summed)
+  kept_right = ''.join(c for c in right if c not in summed)
+  scale = jnp.einsum(
+    f'{kept_left},{kept_right}->{out}',
+    x_scale.squeeze(axes),
+    weight.scale.squeeze(
+      tuple(i for i, letter in enumerate(right) if letter in summed)
+    ),
+  )
+  return (total * scale).astype(kwargs.get('preferred_element_type', x.dtype))
+
+
+def quantized(
+  x: jax.Array, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+  """(int8 values, float32 scale of size 1 along `axes`), x ~ values * scale.
+
+  Symmetric, by the largest absolute value; all zeros give scale 0.
+  """
+  x = x.astype(jnp.float32)
+  scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / 127.0
+  # A value that is not finite stays so: its scale is not, whatever the int8.
+  inverse = jnp.where(scale > 0, 1.0 / scale, 0.0)
+  return jnp.round(x * inverse).astype(jnp.int8), scale
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -98,7 +157,7 @@ class SwiGLU(nnx.Module):
     )
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    gate_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.gate[...])
-    up_BTF = jnp.einsum('BTD,DF->BTF', x_BTD, self.up[...])
+    gate_BTF = product('BTD,DF->BTF', x_BTD, self.gate.get_value())
+    up_BTF = product('BTD,DF->BTF', x_BTD, self.up.get_value())
     hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-    return jnp.einsum('BTF,FD->BTD', hidden_BTF, self.down[...])
+    return product('BTF,FD->BTD', hidden_BTF, self.down.get_value())

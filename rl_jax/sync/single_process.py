@@ -6,13 +6,15 @@
 A chunk is the stem or one layer (one stacked array where the generator scans
 its layers), so at most one chunk exists twice on the training mesh. What is
 sent is what the learner's forward pass uses: the same cast of the same
-float32 parameters. After each sync every leaf must lie on its generation mesh
-with the checksum it had on the training mesh.
+float32 parameters, its matrices then quantised if the generator wants them so.
+After each sync every leaf must lie on its generation mesh with the checksum
+it had on the training mesh.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
+from rl_jax.generator import quantize
 from rl_jax.models.base import Model, Params
 
 
@@ -45,6 +48,7 @@ class Sync:
   Args:
     dtype: of the generators.
     unroll: whether the generators take a tuple of layers, or stacked ones.
+    weight_format: of matrices, see `generator/quantize.py`.
   """
 
   def __init__(
@@ -55,9 +59,11 @@ class Sync:
     *,
     dtype: str,
     unroll: bool,
+    weight_format: str,
   ):
     self._generation, self._unroll = tuple(generation), unroll
     self._num_layers = model.config.num_layers
+    self._format = weight_format
     specs = model.specs()
     source = meshes.shardings(training, specs, meshes.TRAINING_RULES)
     self._targets = [
@@ -65,17 +71,19 @@ class Sync:
       for m in self._generation
     ]
     layer_source = jax.tree.map(_without_layer_axis, source['blocks'])
+    layer_source = quantize.shardings(layer_source, weight_format)
 
-    def cast(tree):
+    def cast(tree, stacked=False):
       # `copy` keeps XLA from handing back the learner's own buffers, which
       # its next update donates.
-      return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree)
+      tree = jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree)
+      return quantize.weights(tree, weight_format, stacked=stacked)
 
     def layer(blocks, i):
       take = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)  # noqa: E731
       return cast(jax.tree.map(take, blocks))
 
-    self._cast = jax.jit(cast)
+    self._cast = jax.jit(cast, static_argnames='stacked')
     self._layer = jax.jit(layer, out_shardings=layer_source)
 
   def send(self, params: Params, policy_version: int) -> Sent:
@@ -114,29 +122,43 @@ class Sync:
       for i in range(self._num_layers):
         yield f'layer {i}', self._layer(params['blocks'], i)
     else:
-      for path, leaf in jax.tree_util.tree_leaves_with_path(params['blocks']):
-        yield jax.tree_util.keystr(path), self._cast(leaf)
+      for name, leaf in _leaves(params['blocks']):
+        yield name, self._cast(leaf, stacked=True)
 
   def _arranged(self, shardings: Params) -> dict[str, Any]:
     """Target shardings by chunk name, in the order of `_chunks`."""
+    arranged = functools.partial(quantize.shardings, weight_format=self._format)
     blocks = shardings['blocks']
+    self._blocks_def = jax.tree.structure(blocks)
     if self._unroll:
-      one = jax.tree.map(_without_layer_axis, blocks)
+      one = arranged(jax.tree.map(_without_layer_axis, blocks))
       layers = {f'layer {i}': one for i in range(self._num_layers)}
     else:
       layers = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(blocks)
+        name: arranged(leaf, stacked=True) for name, leaf in _leaves(blocks)
       }
-    self._blocks_def = jax.tree.structure(blocks)
-    return {'stem': shardings['stem'], **layers}
+    return {'stem': arranged(shardings['stem']), **layers}
 
   def _assembled(self, chunks: dict[str, Any]) -> Params:
     layers = [chunk for name, chunk in chunks.items() if name != 'stem']
     if self._unroll:
       return {'stem': chunks['stem'], 'blocks': tuple(layers)}
+    for i, leaf in enumerate(layers):  # a dict in a dict, see `_leaves`
+      while isinstance(leaf, dict):
+        (leaf,) = leaf.values()
+      layers[i] = leaf
     blocks = jax.tree.unflatten(self._blocks_def, layers)
     return {'stem': chunks['stem'], 'blocks': blocks}
+
+
+def _leaves(blocks: Params) -> list[tuple[str, Any]]:
+  """Leaves of the blocks by name, each in the dicts that lead to it."""
+  leaves = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(blocks):
+    for key in reversed(path):
+      leaf = {key.key: leaf}
+    leaves.append((jax.tree_util.keystr(path), leaf))
+  return leaves
 
 
 def check_arrival(
@@ -198,7 +220,7 @@ def _checksums(tree: Any) -> Any:
 
   def checksum(x):
     bits = jax.lax.bitcast_convert_type(
-      x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+      x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     ).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):

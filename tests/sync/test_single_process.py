@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
+from rl_jax.generator import quantize
 from rl_jax.models import base
 from rl_jax.sync import single_process
 from rl_jax.sync.single_process import (
@@ -58,11 +59,18 @@ def _numbers(name):
 
 
 @functools.cache
-def _built(split, name, dtype, unroll):
+def _built(split, name, dtype, unroll, weight_format='dtype'):
   num_devices, config = SPLITS[split]
   plan = meshes.MeshPlan.create(config, jax.devices()[:num_devices])
   model = MODELS[name]
-  sync = Sync(model, plan.training, plan.generation, dtype=dtype, unroll=unroll)
+  sync = Sync(
+    model,
+    plan.training,
+    plan.generation,
+    dtype=dtype,
+    unroll=unroll,
+    weight_format=weight_format,
+  )
   return plan, sync
 
 
@@ -73,14 +81,16 @@ def _learner_params(plan, name):
   return jax.device_put(_numbers(name), shardings)
 
 
-def _expected(name, dtype, unroll):
+def _expected(name, dtype, unroll, weight_format='dtype'):
   cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), _numbers(name))
+  cast['stem'] = quantize.weights(cast['stem'], weight_format)
+  cast['blocks'] = quantize.weights(cast['blocks'], weight_format, stacked=True)
   return base.unroll(cast) if unroll else cast
 
 
 def _bits(x):
   x = np.asarray(x)
-  return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+  return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
 
 def _assert_same_bits(found, expected):
@@ -103,6 +113,8 @@ CASES = [
   SMALL,
   STACKED,
   TWO_ENGINES,
+  (*STACKED, 'int8'),
+  (*TWO_ENGINES, 'int8'),
   *(
     pytest.param(case, marks=pytest.mark.slow)
     for case in [
@@ -129,10 +141,10 @@ def _named(case):
 
 @pytest.mark.parametrize('case', CASES, ids=_named)
 def test_every_leaf_arrives_where_and_as_promised(case):
-  _, name, dtype, unroll = case
+  _, name, _, unroll, *weight_format = case
   plan, sync = _built(*case)
   sent = sync.send(_learner_params(plan, name), policy_version=3)
-  expected = _expected(name, dtype, unroll)
+  expected = _expected(*case[1:])
   assert sent.policy_version == 3
   assert len(sent.params) == len(plan.generation)
   for tree, mesh in zip(sent.params, plan.generation, strict=True):
@@ -140,14 +152,20 @@ def test_every_leaf_arrives_where_and_as_promised(case):
     _assert_same_bits(tree, expected)
     devices = set(mesh.devices.ravel())
     assert all(x.sharding.device_set == devices for x in jax.tree.leaves(tree))
-    _check_layout(tree, mesh, MODELS[name], unroll)
+    _check_layout(tree, mesh, MODELS[name], unroll, *weight_format)
   one = sum(x.nbytes for x in jax.tree.leaves(expected))
   assert sent.num_bytes == one * len(plan.generation)
   assert sent.seconds > 0
 
 
-def _check_layout(tree, mesh, model, unroll):
+def _check_layout(tree, mesh, model, unroll, weight_format='dtype'):
   promised = meshes.shardings(mesh, model.specs(), meshes.GENERATION_RULES)
+  promised = {
+    'stem': quantize.shardings(promised['stem'], weight_format),
+    'blocks': quantize.shardings(
+      promised['blocks'], weight_format, stacked=True
+    ),
+  }
 
   def check(path, leaf, sharding):
     if unroll and path[0].key == 'blocks':
