@@ -1,12 +1,13 @@
-"""Int8 weights for generation, made from what the learner's forward uses.
+"""The learner's matrices as the generator wants them: packed, maybe in int8.
 
-Every matrix gets one scale for each output channel, and its activations one
-for each token when it is used (`layers.product`): w8a8. Norms and biases stay
-as they are; a tied embedding is quantised once, and read by both of its uses.
+Packed, output channels come first, which halves the time of a decode step on
+CPU (`layers.Packed`). In int8 every channel has a scale, and activations get
+one for each token when they are used: w8a8. Norms and biases stay as they are;
+a tied embedding is packed once, and read by both of its uses.
 
-The policy that generates is then not the one that learns: behavior log-probs
-are those of the former, exact, and the algorithm's ratio corrects for the
-difference. README.md has what it costs on a real model.
+The policy that generates in int8 is not quite the one that learns: behavior
+log-probs are those of the former, exact, and the algorithm's ratio corrects
+for the difference. README.md has what it costs on a real model.
 """
 
 from __future__ import annotations
@@ -14,60 +15,67 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rl_jax.models.layers import Quantized, quantized
+from rl_jax.models.layers import Packed, quantized
 
-# Parameter -> the axes that its product sums over, without that of layers.
-_SUMMED = {
-  ('embed',): (1,),  # a row a token, also where it is looked up
-  ('head',): (1,),
-  ('attention', 'q'): (0,),
-  ('attention', 'k'): (0,),
-  ('attention', 'v'): (0,),
-  ('attention', 'out'): (0, 1),
-  ('ffn', 'gate'): (0,),
-  ('ffn', 'up'): (0,),
-  ('ffn', 'down'): (0,),
+# Parameter -> (its axes, outputs first; how many its product sums over).
+_PACKED = {
+  ('embed',): ((0, 1), 1),  # a row a token, also where it is looked up
+  ('head',): ((0, 1), 1),
+  ('attention', 'q'): ((1, 2, 0), 1),
+  ('attention', 'k'): ((1, 2, 0), 1),
+  ('attention', 'v'): ((1, 2, 0), 1),
+  ('attention', 'out'): ((2, 0, 1), 2),
+  ('ffn', 'gate'): ((1, 0), 1),
+  ('ffn', 'up'): ((1, 0), 1),
+  ('ffn', 'down'): ((1, 0), 1),
 }
 
 
-def weights(tree: Any, weight_format: str, stacked: bool = False) -> Any:
-  """The stem's or a layer's parameters as `weight_format` has them.
+def pack(tree: Any, weight_format: str, stacked: bool = False) -> Any:
+  """The stem's or a layer's parameters with `Packed` matrices.
 
   Args:
     tree: nested dicts of arrays, all of one layer.
-    weight_format: 'dtype', which changes nothing, or 'int8'.
+    weight_format: 'dtype', that of the arrays, or 'int8'.
     stacked: whether the arrays have a leading axis of layers.
   """
 
   def leaf(path, x):
-    axes = _summed(path, weight_format, stacked)
-    return x if axes is None else Quantized(*quantized(x, axes))
+    order, num_summed = _packed(path, stacked)
+    if not order:
+      return x
+    x = jnp.transpose(x, order)
+    if weight_format == 'dtype':
+      return Packed(x, None, num_summed)
+    axes = tuple(range(x.ndim - num_summed, x.ndim))
+    values, scale = quantized(x, axes)
+    return Packed(values, scale.squeeze(axes), num_summed)
 
   return jax.tree.map_with_path(leaf, tree)
 
 
 def shardings(tree: Any, weight_format: str, stacked: bool = False) -> Any:
-  """As `weights`, of a tree of their shardings."""
+  """As `pack`, of a tree of their shardings."""
 
   def leaf(path, sharding):
-    axes = _summed(path, weight_format, stacked)
-    if axes is None:
+    order, num_summed = _packed(path, stacked)
+    if not order:
       return sharding
-    scale = (None if i in axes else n for i, n in enumerate(sharding.spec))
-    return Quantized(
-      sharding, NamedSharding(sharding.mesh, PartitionSpec(*scale))
-    )
+    spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+    spec = [spec[axis] for axis in order]
+    named = lambda *names: NamedSharding(sharding.mesh, PartitionSpec(*names))  # noqa: E731
+    scale = named(*spec[:-num_summed]) if weight_format == 'int8' else None
+    return Packed(named(*spec), scale, num_summed)
 
   return jax.tree.map_with_path(leaf, tree)
 
 
-def _summed(
-  path: Any, weight_format: str, stacked: bool
-) -> tuple[int, ...] | None:
-  """Axes that a scale stands for; None: the leaf stays as it is."""
-  axes = _SUMMED.get(tuple(key.key for key in path))
-  if weight_format == 'dtype' or axes is None:
-    return None
-  return tuple(axis + stacked for axis in axes)
+def _packed(path: Any, stacked: bool) -> tuple[tuple[int, ...], int]:
+  """(order of axes, number of summed ones); no axes: it is not packed."""
+  order, num_summed = _PACKED.get(tuple(key.key for key in path), ((), 0))
+  if stacked and order:
+    order = (0, *(axis + 1 for axis in order))
+  return order, num_summed

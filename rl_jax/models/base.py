@@ -86,12 +86,12 @@ class Stem(nnx.Module):
     # The residual stream stays float32: in bfloat16 its rounding, twice a
     # layer, is most of what generator and learner disagree by.
     embed_VD = self.embed.get_value()
-    if isinstance(embed_VD, layers.Quantized):
-      rows_BTD, scale_BT1 = (
-        jnp.take(x, tokens_BT, axis=0)
-        for x in (embed_VD.values, embed_VD.scale)
-      )
-      return rows_BTD * scale_BT1
+    if isinstance(embed_VD, layers.Packed):
+      rows_BTD = jnp.take(embed_VD.values, tokens_BT, axis=0)
+      rows_BTD = rows_BTD.astype(jnp.float32)
+      if embed_VD.scale is None:
+        return rows_BTD
+      return rows_BTD * jnp.take(embed_VD.scale, tokens_BT)[..., None]
     return jnp.take(embed_VD, tokens_BT, axis=0).astype(jnp.float32)
 
   def normalise(self, x_BTD: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ Letters: B rows, T tokens, D model, H head dim, F ffn, L layers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -35,47 +36,74 @@ def param(
   return nnx.Param(value, axes=tuple(axes))
 
 
-@jax.tree_util.register_dataclass
+_FEW_TOKENS = 64  # up to which `_times_transposed` takes its other way on CPU
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=('values', 'scale'),
+  meta_fields=('num_summed',),
+)
 @dataclasses.dataclass(frozen=True)
-class Quantized:
-  """A weight as int8 times a float32 scale for each of its output channels.
+class Packed:
+  """A matrix as the generator wants it, in place of the learner's array.
 
-  Stands where an array does; `generator/quantize.py` makes it.
+  Output channels come first, as in `[N, H, D]` of what the learner has as
+  `[D, N, H]`; in int8 each of them has a scale. `generator/quantize.py` packs.
   """
 
-  values: jax.Array  # int8, shape of the weight
-  scale: jax.Array  # float32, that shape with 1 along what `product` sums over
+  values: jax.Array  # [*outputs, *summed], of the computation's dtype or int8
+  scale: jax.Array | None  # [*outputs] float32, where values are int8
+  num_summed: int  # axes that a product sums over, the last ones
 
 
-def product(
-  equation: str, x: jax.Array, weight: jax.Array | Quantized, **kwargs: Any
-) -> jax.Array:
-  """`einsum(equation, x, weight)`, where `weight` may be quantised.
+def product(equation: str, x: jax.Array, weight: Any, **kwargs: Any):
+  """`einsum(equation, x, weight)`, where `weight` may be `Packed`.
 
-  Then x is rounded to int8 too, with one scale for each of its tokens, and the
-  products are summed as integers: weights alone in int8 would be unpacked to
-  float32 at every step, slower than if they had been kept so.
+  Packed int8 rounds x to int8 too, with one scale for each of its tokens, and
+  sums as integers: weights alone in int8 would be unpacked at every step.
   """
-  if not isinstance(weight, Quantized):
+  if not isinstance(weight, Packed):
     return jnp.einsum(equation, x, weight, **kwargs)
-  inputs, out = equation.split('->')
-  left, right = inputs.split(',')
-  summed = set(left) & set(right) - set(out)
-  axes = tuple(i for i, letter in enumerate(left) if letter in summed)
-  values, x_scale = quantized(x, axes)
-  total = jnp.einsum(
-    equation, values, weight.values, preferred_element_type=jnp.int32
+  outputs = weight.values.shape[: -weight.num_summed]
+  batch = x.shape[: -weight.num_summed]
+  x_MK = x.reshape(math.prod(batch), -1)
+  weight_NK = weight.values.reshape(-1, x_MK.shape[1])
+  dtype = kwargs.get('preferred_element_type', x.dtype)
+  if weight.scale is None:
+    result_MN = _times_transposed(x_MK, weight_NK, dtype)
+  else:
+    values_MK, scale_M1 = quantized(x_MK, (1,))
+    total_MN = jnp.einsum(
+      'MK,NK->MN', values_MK, weight_NK, preferred_element_type=jnp.int32
+    )
+    result_MN = total_MN * scale_M1 * weight.scale.reshape(1, -1)
+  return result_MN.astype(dtype).reshape(*batch, *outputs)
+
+
+def _times_transposed(
+  x_MK: jax.Array, weight_NK: jax.Array, dtype: Any
+) -> jax.Array:
+  """x @ weight.T, [M, N]."""
+
+  def plain(x_MK, weight_NK):
+    return jnp.einsum(
+      'MK,NK->MN', x_MK, weight_NK, preferred_element_type=dtype
+    )
+
+  def few_tokens(x_MK, weight_NK):
+    # XLA on CPU repacks the right operand of a product at each call: better
+    # the few tokens than the weights, half the time for 16 tokens. Without
+    # the barriers it turns the product around again.
+    x_KM = jax.lax.optimization_barrier(x_MK.T)
+    product_NM = jnp.matmul(weight_NK, x_KM, preferred_element_type=dtype)
+    return jax.lax.optimization_barrier(product_NM).T
+
+  if x_MK.shape[0] > _FEW_TOKENS:
+    return plain(x_MK, weight_NK)
+  return jax.lax.platform_dependent(
+    x_MK, weight_NK, cpu=few_tokens, default=plain
   )
-  kept_left = ''.join(c for c in left if c not in summed)
-  kept_right = ''.join(c for c in right if c not in summed)
-  scale = jnp.einsum(
-    f'{kept_left},{kept_right}->{out}',
-    x_scale.squeeze(axes),
-    weight.scale.squeeze(
-      tuple(i for i, letter in enumerate(right) if letter in summed)
-    ),
-  )
-  return (total * scale).astype(kwargs.get('preferred_element_type', x.dtype))
 
 
 def quantized(
@@ -87,7 +115,7 @@ def quantized(
   """
   x = x.astype(jnp.float32)
   scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / 127.0
-  # A value that is not finite stays so: its scale is not, whatever the int8.
+  # What is not finite shows: its scale is not finite, whatever the int8.
   inverse = jnp.where(scale > 0, 1.0 / scale, 0.0)
   return jnp.round(x * inverse).astype(jnp.int8), scale
 

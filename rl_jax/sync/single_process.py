@@ -6,9 +6,9 @@
 A chunk is the stem or one layer (one stacked array where the generator scans
 its layers), so at most one chunk exists twice on the training mesh. What is
 sent is what the learner's forward pass uses: the same cast of the same
-float32 parameters, its matrices then quantised if the generator wants them so.
-After each sync every leaf must lie on its generation mesh with the checksum
-it had on the training mesh.
+float32 parameters, its matrices then packed, and quantised if the generator
+wants them so. After each sync every leaf must lie on its generation mesh with
+the checksum it had on the training mesh.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Sync:
       # `copy` keeps XLA from handing back the learner's own buffers, which
       # its next update donates.
       tree = jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree)
-      return quantize.weights(tree, weight_format, stacked=stacked)
+      return quantize.pack(tree, weight_format, stacked)
 
     def layer(blocks, i):
       take = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)  # noqa: E731

@@ -83,8 +83,8 @@ def _learner_params(plan, name):
 
 def _expected(name, dtype, unroll, weight_format='dtype'):
   cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), _numbers(name))
-  cast['stem'] = quantize.weights(cast['stem'], weight_format)
-  cast['blocks'] = quantize.weights(cast['blocks'], weight_format, stacked=True)
+  cast['stem'] = quantize.pack(cast['stem'], weight_format)
+  cast['blocks'] = quantize.pack(cast['blocks'], weight_format, stacked=True)
   return base.unroll(cast) if unroll else cast
 
 
@@ -246,10 +246,10 @@ def _spoil_transfers(monkeypatch, spoil):
 
 
 def _with_leaf(tree, path, change):
-  """`tree` with the leaf at a path of keys replaced."""
+  """`tree` with the leaf, or a matrix's values, at a path replaced."""
 
   def one(key_path, leaf):
-    found = [k.key for k in key_path]
+    found = [k.key for k in key_path if isinstance(k, jax.tree_util.DictKey)]
     return change(leaf) if found == list(path) else leaf
 
   return jax.tree_util.tree_map_with_path(one, tree)
@@ -270,7 +270,7 @@ def test_a_corrupted_leaf_is_named(monkeypatch):
     sync.send(params, 7)
   message = str(error.value)
   assert 'version 7' in message
-  assert "['layer 1']['ffn']['down']" in message
+  assert "['layer 1']['ffn']['down'].values" in message
   assert message.count('->') == 1  # no other leaf is blamed
 
 
@@ -317,10 +317,9 @@ def _arrived():
   plan, sync = _built(*TWO_ENGINES)
   mesh = plan.generation[0]
   targets = sync._targets[0]
-  chunks = {
-    'stem': jax.device_put(_numbers('untied')['stem'], targets['stem']),
-  }
-  blocks = base.unroll(_numbers('untied'))['blocks']
+  numbers = _expected('untied', 'float32', unroll=True)
+  chunks = {'stem': jax.device_put(numbers['stem'], targets['stem'])}
+  blocks = numbers['blocks']
   for i, layer in enumerate(blocks):
     chunks[f'layer {i}'] = jax.device_put(layer, targets[f'layer {i}'])
   return plan, mesh, targets, chunks
@@ -343,7 +342,7 @@ def test_a_missing_leaf_of_a_chunk_is_named():
   # The last leaf, so that those before it still fit their targets.
   last = sorted(chunks['stem'])[-1]
   chunks['stem'] = {k: v for k, v in chunks['stem'].items() if k != last}
-  with pytest.raises(SyncError, match=rf"stem\['{last}'\]: missing$"):
+  with pytest.raises(SyncError, match=rf"stem\['{last}'\].values: missing$"):
     check_arrival(chunks, targets, mesh, 4)
 
 
@@ -354,13 +353,13 @@ def test_a_leaf_in_another_layout_is_named():
   chunks['layer 0'] = _with_leaf(chunks['layer 0'], ['ffn', 'up'], spread)
   with pytest.raises(SyncError) as error:
     check_arrival(chunks, targets, mesh, 4)
-  assert "layer 0['ffn']['up']: laid out as" in str(error.value)
+  assert "layer 0['ffn']['up'].values: laid out as" in str(error.value)
   assert str(error.value).count('laid out as') == 1
 
 
 def test_leaves_of_another_engines_mesh_are_named():
   plan, _, targets, chunks = _arrived()
-  with pytest.raises(SyncError, match=r"stem\['embed'\]: on "):
+  with pytest.raises(SyncError, match=r"stem\['embed'\].values: on "):
     check_arrival(chunks, targets, plan.generation[1], 4)
 
 
