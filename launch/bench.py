@@ -121,6 +121,7 @@ class Ours:
 
     from rl_jax import meshes
     from rl_jax.generator.engine import Config, Engine
+    from rl_jax.generator.quantize import Packing
     from rl_jax.generator.scheduler import Scheduler
     from rl_jax.models import base, weights
     from rl_jax.prompts.tokenizer import load_tokenizer
@@ -139,7 +140,7 @@ class Ours:
       plan.generation,
       dtype='float32',
       unroll=True,
-      weight_format=config.get('weight_format', 'dtype'),
+      packing=Packing(config.get('weight_format', 'dtype')),
     )
     sent = sync.send(weights.load(SOURCE, model, shardings), 0)
     engine = Engine(

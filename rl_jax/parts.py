@@ -19,6 +19,7 @@ from rl_jax.algorithms import base as algorithms
 from rl_jax.algorithms.base import Loss
 from rl_jax.config import Settings
 from rl_jax.generator.engine import Engine
+from rl_jax.generator.quantize import Packing
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner import optimizer, sft
 from rl_jax.learner.learner import Learner
@@ -153,7 +154,7 @@ def build(settings: Settings):
     plan.generation,
     dtype=s.generator.dtype,
     unroll=s.generator.unroll_layers,
-    weight_format=s.generator.weight_format,
+    packing=Packing(s.generator.weight_format),
   )
   with VerifierService(
     s.verifier,

@@ -7,11 +7,12 @@ a tied embedding is packed once, and read by both of its uses.
 
 The policy that generates in int8 is not quite the one that learns: behavior
 log-probs are those of the former, exact, and the algorithm's ratio corrects
-for the difference. README.md has what it costs on a real model.
+for the difference.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -34,43 +35,52 @@ _PACKED = {
 }
 
 
-def pack(tree: Any, weight_format: str, stacked: bool = False) -> Any:
-  """The stem's or a layer's parameters with `Packed` matrices.
+@dataclasses.dataclass(frozen=True)
+class Packing:
+  """How matrices are packed; the sync is handed one.
 
-  Args:
-    tree: nested dicts of arrays, all of one layer.
-    weight_format: 'dtype', that of the arrays, or 'int8'.
-    stacked: whether the arrays have a leading axis of layers.
+  Trees are the stem's or a layer's nested dicts; `stacked` ones have a
+  leading axis of layers in each leaf.
   """
 
-  def leaf(path, x):
-    order, num_summed = _packed(path, stacked)
-    if not order:
-      return x
-    x = jnp.transpose(x, order)
-    if weight_format == 'dtype':
-      return Packed(x, None, num_summed)
-    axes = tuple(range(x.ndim - num_summed, x.ndim))
-    values, scale = quantized(x, axes)
-    return Packed(values, scale.squeeze(axes), num_summed)
+  weight_format: str = 'dtype'  # that of the arrays, or int8
 
-  return jax.tree.map_with_path(leaf, tree)
+  def pack(self, tree: Any, stacked: bool = False) -> Any:
+    """Arrays with `Packed` ones in place of matrices."""
+
+    def leaf(path, x):
+      order, num_summed = _packed(path, stacked)
+      if not order:
+        return x
+      x = jnp.transpose(x, order)
+      if self.weight_format == 'dtype':
+        return Packed(x, None, num_summed)
+      axes = tuple(range(x.ndim - num_summed, x.ndim))
+      values, scale = quantized(x, axes)
+      return Packed(values, scale.squeeze(axes), num_summed)
+
+    return jax.tree.map_with_path(leaf, tree)
+
+  def shardings(self, tree: Any, stacked: bool = False) -> Any:
+    """Their shardings, from those of the arrays."""
+
+    def leaf(path, sharding):
+      order, num_summed = _packed(path, stacked)
+      if not order:
+        return sharding
+      spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
+      spec = [spec[axis] for axis in order]
+      scale: Any = None
+      if self.weight_format == 'int8':
+        scale = _named(sharding.mesh, spec[:-num_summed])
+      values: Any = _named(sharding.mesh, spec)
+      return Packed(values, scale, num_summed)
+
+    return jax.tree.map_with_path(leaf, tree)
 
 
-def shardings(tree: Any, weight_format: str, stacked: bool = False) -> Any:
-  """As `pack`, of a tree of their shardings."""
-
-  def leaf(path, sharding):
-    order, num_summed = _packed(path, stacked)
-    if not order:
-      return sharding
-    spec = [*sharding.spec, *[None] * (len(order) - len(sharding.spec))]
-    spec = [spec[axis] for axis in order]
-    named = lambda *names: NamedSharding(sharding.mesh, PartitionSpec(*names))  # noqa: E731
-    scale = named(*spec[:-num_summed]) if weight_format == 'int8' else None
-    return Packed(named(*spec), scale, num_summed)
-
-  return jax.tree.map_with_path(leaf, tree)
+def _named(mesh: Any, spec: list[Any]) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _packed(path: Any, stacked: bool) -> tuple[tuple[int, ...], int]:

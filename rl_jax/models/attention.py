@@ -85,7 +85,9 @@ class Attention(nnx.Module):
       k = layers.rms_norm(k, self.k_norm[...], self.eps)
     q, k = layers.apply_rope(q, rope), layers.apply_rope(k, rope)
     out_BTNH, cache = attend(q, k, v, cache)
-    out_BTD = layers.product('BTNH,NHD->BTD', out_BTNH, self.out.get_value())
+    # A, not N: einsum sums over letters in alphabetical order, and in any
+    # other order than that of memory the weights are copied first.
+    out_BTD = layers.product('BTAH,AHD->BTD', out_BTNH, self.out.get_value())
     return out_BTD, cache
 
 

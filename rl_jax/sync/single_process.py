@@ -14,22 +14,27 @@ the checksum it had on the training mesh.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
-from rl_jax.generator import quantize
 from rl_jax.models.base import Model, Params
 
 
 class SyncError(RuntimeError):
   """A leaf did not arrive, or not as it was sent."""
+
+
+class Packing(Protocol):
+  """What the generator wants in place of matrices."""
+
+  def pack(self, tree: Any, stacked: bool = False) -> Any: ...
+  def shardings(self, tree: Any, stacked: bool = False) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Sync:
   Args:
     dtype: of the generators.
     unroll: whether the generators take a tuple of layers, or stacked ones.
-    weight_format: of matrices, see `generator/quantize.py`.
+    packing: of matrices, see `generator/quantize.py`.
   """
 
   def __init__(
@@ -59,11 +64,11 @@ class Sync:
     *,
     dtype: str,
     unroll: bool,
-    weight_format: str,
+    packing: Packing,
   ):
     self._generation, self._unroll = tuple(generation), unroll
     self._num_layers = model.config.num_layers
-    self._format = weight_format
+    self._packing = packing
     specs = model.specs()
     source = meshes.shardings(training, specs, meshes.TRAINING_RULES)
     self._targets = [
@@ -71,13 +76,13 @@ class Sync:
       for m in self._generation
     ]
     layer_source = jax.tree.map(_without_layer_axis, source['blocks'])
-    layer_source = quantize.shardings(layer_source, weight_format)
+    layer_source = packing.shardings(layer_source)
 
     def cast(tree, stacked=False):
       # `copy` keeps XLA from handing back the learner's own buffers, which
       # its next update donates.
       tree = jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree)
-      return quantize.pack(tree, weight_format, stacked)
+      return packing.pack(tree, stacked)
 
     def layer(blocks, i):
       take = lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)  # noqa: E731
@@ -127,7 +132,7 @@ class Sync:
 
   def _arranged(self, shardings: Params) -> dict[str, Any]:
     """Target shardings by chunk name, in the order of `_chunks`."""
-    arranged = functools.partial(quantize.shardings, weight_format=self._format)
+    arranged = self._packing.shardings
     blocks = shardings['blocks']
     self._blocks_def = jax.tree.structure(blocks)
     if self._unroll:

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
-from rl_jax.generator import quantize
 from rl_jax.generator.engine import Config, Engine
+from rl_jax.generator.quantize import Packing
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner.logprobs import token_logprobs
 from rl_jax.models import base
@@ -220,15 +220,15 @@ def _engine(tensor: int, config: Config) -> Engine:
 
 @functools.cache
 def _weights(engine: Engine, seed: int):
-  mesh, weight_format = engine._mesh, engine.config.weight_format
+  mesh, packing = engine._mesh, Packing(engine.config.weight_format)
   places = meshes.shardings(mesh, MODEL.specs(), meshes.GENERATION_RULES)
   params = jax.tree.map(lambda x: x.astype(engine.config.dtype), stacked(seed))
   params, places = (
     {
-      'stem': convert(tree['stem'], weight_format),
-      'blocks': convert(tree['blocks'], weight_format, stacked=True),
+      'stem': convert(tree['stem']),
+      'blocks': convert(tree['blocks'], stacked=True),
     }
-    for convert, tree in ((quantize.pack, params), (quantize.shardings, places))
+    for convert, tree in ((packing.pack, params), (packing.shardings, places))
   )
   if engine.config.unroll_layers:
     layer = jax.tree.map(

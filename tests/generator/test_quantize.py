@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rl_jax.generator import quantize
+from rl_jax.generator.quantize import Packing
 from rl_jax.models import base
 from rl_jax.models.attention import segment_attention
 from rl_jax.models.layers import Packed, product, quantized
@@ -31,7 +31,7 @@ def test_a_product_by_hand():
 
 PRODUCTS = {  # leaf: equation, shapes of tokens and of the learner's array
   ('attention', 'q'): ('BTD,DNH->BTNH', (2, 3, 64), (64, 4, 8)),
-  ('attention', 'out'): ('BTNH,NHD->BTD', (2, 3, 4, 8), (4, 8, 16)),
+  ('attention', 'out'): ('BTAH,AHD->BTD', (2, 3, 4, 8), (4, 8, 16)),
   ('ffn', 'down'): ('BTF,FD->BTD', (2, 3, 64), (64, 8)),
   ('head',): ('BTD,VD->BTV', (2, 3, 64), (32, 64)),
 }
@@ -54,7 +54,7 @@ def test_a_packed_product_is_that_of_the_learner(path, tokens, weight_format):
   weight = jnp.asarray(rng.standard_normal(shape), jnp.float32)
   expected = jnp.einsum(equation, x, weight)
   (packed,) = jax.tree.leaves(
-    quantize.pack(_at(path, weight), weight_format),
+    Packing(weight_format).pack(_at(path, weight)),
     is_leaf=lambda x: isinstance(x, Packed),
   )
   found = jax.jit(lambda x, w: product(equation, x, w))(x, packed)
@@ -69,7 +69,7 @@ def test_a_packed_product_is_that_of_the_learner(path, tokens, weight_format):
 def test_a_product_has_the_dtype_that_it_is_asked_for():
   x, weight = jnp.ones((1, 1, 4), jnp.bfloat16), jnp.ones((8, 4), jnp.bfloat16)
   for weight_format in ('dtype', 'int8'):
-    packed = quantize.pack({'head': weight}, weight_format)['head']
+    packed = Packing(weight_format).pack({'head': weight})['head']
     assert product('BTD,VD->BTV', x, packed).dtype == jnp.bfloat16
     asked = product(
       'BTD,VD->BTV', x, packed, preferred_element_type=jnp.float32
@@ -78,7 +78,7 @@ def test_a_product_has_the_dtype_that_it_is_asked_for():
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_shows():
-  head = lambda x: quantize.pack({'head': x}, 'int8')['head']  # noqa: E731
+  head = lambda x: Packing('int8').pack({'head': x})['head']  # noqa: E731
   zeros, ones = head(jnp.zeros((2, 4))), head(jnp.ones((2, 4)))
   x = jnp.ones((1, 1, 4))
   times = lambda x, w: product('BTD,VD->BTV', x, w)[0]  # noqa: E731
@@ -99,12 +99,12 @@ def test_every_matrix_is_packed_and_nothing_else(weight_format):
     'attention': ['k', 'out', 'q', 'v'],
     'ffn': ['down', 'gate', 'up'],
   }
-  found = quantize.pack(layer, weight_format)
+  found = Packing(weight_format).pack(layer)
   for name, expected in matrices.items():
     assert sorted(found[name]) == expected
     assert all(isinstance(x, Packed) for x in found[name].values())
   assert found['attention_norm'] is layer['attention_norm']
-  stem = quantize.pack(params['stem'], weight_format)
+  stem = Packing(weight_format).pack(params['stem'])
   assert isinstance(stem['embed'], Packed)
   assert isinstance(stem['head'], Packed)
   assert stem['final_norm'] is params['stem']['final_norm']
@@ -117,7 +117,7 @@ def test_the_scale_of_each_channel_serves_that_channel_only():
   params = base.unroll(MODEL.init(jax.random.key(0)))
   layer = params['blocks'][0]
   layer['ffn']['up'] = layer['ffn']['up'].at[:, 3].mul(1e4)
-  up = quantize.pack(layer, 'int8')['ffn']['up']
+  up = Packing('int8').pack(layer)['ffn']['up']
   back = (up.values * up.scale[:, None]).T
   rest = np.delete(np.arange(layer['ffn']['up'].shape[1]), 3)
   error = np.abs(back - layer['ffn']['up'])[:, rest]
@@ -128,8 +128,8 @@ def test_the_scale_of_each_channel_serves_that_channel_only():
 def test_the_same_model_runs_on_packed_parameters(weight_format):
   params = MODEL.init(jax.random.key(1))
   stacked = {
-    'stem': quantize.pack(params['stem'], weight_format),
-    'blocks': quantize.pack(params['blocks'], weight_format, stacked=True),
+    'stem': Packing(weight_format).pack(params['stem']),
+    'blocks': Packing(weight_format).pack(params['blocks'], stacked=True),
   }
   tokens = jax.random.randint(jax.random.key(2), (2, 16), 0, 64)
   positions = jnp.broadcast_to(jnp.arange(16), (2, 16))
@@ -159,7 +159,7 @@ def test_a_scale_is_sharded_as_its_channels():
       'out': named('tensor', None, None),
     }
   }
-  attention = quantize.shardings(tree, 'int8')['attention']
+  attention = Packing('int8').shardings(tree)['attention']
   assert attention['q'].values.spec == PartitionSpec('tensor', None, None)
   assert attention['q'].scale.spec == PartitionSpec('tensor', None)
   assert attention['out'].values.spec == PartitionSpec(None, 'tensor', None)

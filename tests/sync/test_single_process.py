@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
-from rl_jax.generator import quantize
+from rl_jax.generator.quantize import Packing
 from rl_jax.models import base
 from rl_jax.sync import single_process
 from rl_jax.sync.single_process import (
@@ -69,7 +69,7 @@ def _built(split, name, dtype, unroll, weight_format='dtype'):
     plan.generation,
     dtype=dtype,
     unroll=unroll,
-    weight_format=weight_format,
+    packing=Packing(weight_format),
   )
   return plan, sync
 
@@ -83,8 +83,8 @@ def _learner_params(plan, name):
 
 def _expected(name, dtype, unroll, weight_format='dtype'):
   cast = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), _numbers(name))
-  cast['stem'] = quantize.pack(cast['stem'], weight_format)
-  cast['blocks'] = quantize.pack(cast['blocks'], weight_format, stacked=True)
+  cast['stem'] = Packing(weight_format).pack(cast['stem'])
+  cast['blocks'] = Packing(weight_format).pack(cast['blocks'], stacked=True)
   return base.unroll(cast) if unroll else cast
 
 
@@ -161,9 +161,9 @@ def test_every_leaf_arrives_where_and_as_promised(case):
 def _check_layout(tree, mesh, model, unroll, weight_format='dtype'):
   promised = meshes.shardings(mesh, model.specs(), meshes.GENERATION_RULES)
   promised = {
-    'stem': quantize.shardings(promised['stem'], weight_format),
-    'blocks': quantize.shardings(
-      promised['blocks'], weight_format, stacked=True
+    'stem': Packing(weight_format).shardings(promised['stem']),
+    'blocks': Packing(weight_format).shardings(
+      promised['blocks'], stacked=True
     ),
   }
 
