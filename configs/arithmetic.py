@@ -13,7 +13,7 @@ from configs import base
 
 def get_config() -> ConfigDict:
   config = base.get_config()
-  config.num_steps = 360
+  config.num_steps = 440
   config.prompts_per_step = 128
   config.completions_per_prompt = 4
   config.mesh.mode = 'split'
