@@ -146,14 +146,17 @@ def _result(learner, batch):
 
 
 def _assert_close(found, expected, tolerance=1e-6):
-  """Trees relative to their norm; the loss to the size of its terms.
+  """Parameters relative to their norm, the rest to the size of its terms.
 
-  Those of either sign nearly cancel in the loss, so float32 rounds relative to
-  the sum of their absolute values, and that is 0.4 to 0.8 in this file.
+  Terms of either sign partly cancel in the loss and in the gradient, and
+  float32 rounds relative to them: the absolute values of the loss's add to
+  0.4 or more in this file, the norms of the 8 sequences' gradients to 2.2
+  times the norm of their sum or more.
   """
   assert abs(found[0] - expected[0]) <= tolerance * 0.4, found[0] - expected[0]
-  for one, other in zip(found[1:], expected[1:], strict=True):
-    scale = optax.tree.norm(other)
+  rest = zip(found[1:], expected[1:], (2.2, 1.0), strict=False)
+  for one, other, terms in rest:
+    scale = terms * optax.tree.norm(other)
     gap = optax.tree.norm(jax.tree.map(np.subtract, one, other))
     assert gap <= tolerance * scale, float(gap / scale)
 
