@@ -2,7 +2,7 @@
 
   python launch/run.py --config=configs/arithmetic.py
 
-2 CPU cores, no download, 4 minutes: SFT to a held-out pass@1 near 0.5, then
+2 CPU cores, no download, 3 minutes: SFT to a held-out pass@1 near 0.5, then
 GRPO lifts it to 0.98; README.md has the figures.
 """
 
