@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
   config.sampling.temperature = 1.3  # explores; evaluation has its own, 1
   config.generator.num_slots = 256
   config.generator.steps_per_dispatch = 4
-  config.generator.prefill_rows = 64
+  config.generator.prefill_tokens = 512
   config.generator.prefill_chunk = 8
   config.learner.row_tokens = 32
   config.learner.logprob_chunk = 32

@@ -49,11 +49,12 @@ def get_config() -> ConfigDict:
         page_size=16,  # tokens of a KV page
         num_pages=0,  # of an engine's pool; 0: all slots fit
         steps_per_dispatch=8,  # tokens decoded per slot and dispatch
-        prefill_rows=8,  # prompts prefilled at once
-        prefill_chunk=64,  # prompt tokens per row and prefill dispatch
+        prefill_tokens=512,  # prompt tokens of a prefill dispatch
+        prefill_chunk=32,  # of them, that one prompt takes at a time
         dtype='float32',  # float32 | bfloat16, of weights and KV
         weight_format='dtype',  # dtype | int8, of matrices
         unroll_layers=True,  # faster on CPU; False compiles faster
+        order='fifo',  # of a step's requests: fifo | longest expected first
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain
       ),
       verifier=dict(

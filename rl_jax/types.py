@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-FinishReason = Literal['stop', 'length']
+FinishReason = Literal['stop', 'length', 'abort']
 Status = Literal['pass', 'fail', 'timeout', 'error', 'refused']
 STATUSES: tuple[Status, ...] = ('pass', 'fail', 'timeout', 'error', 'refused')
 

@@ -13,7 +13,8 @@ before anything else touches the pages. Every program has one shape, so nothing
 compiles after the first use of each verb. Slot state lives on the host and
 travels with each dispatch; tokens, log-probs and counts come back in one array.
 
-Letters: S slots, R prefill rows, C prefill chunk, W pages of a row, D model.
+Letters: S slots, R chunks of a prefill, C tokens of a chunk, W pages of a row,
+D model.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ class Config:
   page_size: int = 16  # tokens of a KV page
   num_pages: int = 0  # pages of the pool, per engine; 0: all slots fit
   steps_per_dispatch: int = 8  # tokens decoded per slot in one dispatch
-  prefill_rows: int = 8  # prompts prefilled at once
-  prefill_chunk: int = 64  # prompt tokens prefilled per row and dispatch
+  prefill_tokens: int = 512  # prompt tokens of a prefill dispatch
+  prefill_chunk: int = 32  # of them, that one prompt takes at a time
   dtype: str = 'float32'  # of weights and KV
   weight_format: str = 'dtype'  # of matrices: dtype | int8, see quantize.py
   unroll_layers: bool = True  # faster on CPU; False compiles faster
+  order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
   on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
 
   def __post_init__(self):
@@ -55,9 +57,15 @@ class Config:
       low = 0 if field.name == 'num_pages' else 1
       if field.type == 'int' and value < low:
         raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
+    if self.prefill_tokens % self.prefill_chunk:
+      raise ValueError(
+        f'generator.prefill_tokens={self.prefill_tokens}: must be a multiple '
+        f'of prefill_chunk={self.prefill_chunk}.'
+      )
     legal = {
       'dtype': ('float32', 'bfloat16'),
       'weight_format': ('dtype', 'int8'),
+      'order': ('fifo', 'longest'),
       'on_new_weights': ('keep', 'recompute', 'drain'),
     }
     for name, values in legal.items():
@@ -65,6 +73,11 @@ class Config:
         raise ValueError(
           f'generator.{name}={getattr(self, name)!r}: must be one of {values}.'
         )
+
+  @property
+  def prefill_rows(self) -> int:
+    """Chunks of a prefill dispatch, and prompts that may wait for slots."""
+    return self.prefill_tokens // self.prefill_chunk
 
 
 class Drawn(NamedTuple):
@@ -212,28 +225,34 @@ class Engine:
     return Prefix(request, tokens, list(sample_indices), pages)
 
   def prefill(self, prefixes: Sequence[Prefix]) -> None:
-    """One chunk of each of up to `prefill_rows` prefixes.
+    """Up to `prefill_tokens` of the prefixes' tokens, the first ones' first.
 
-    Those that become complete get the first token of each of their samples.
+    A prefix takes as many of the dispatch's chunks as it needs: its earlier
+    ones are in the pages when its later ones attend. Those that become
+    complete get the first token of each of their samples.
     """
     R, C = self.config.prefill_rows, self.config.prefill_chunk
-    assert 0 < len(prefixes) <= R, len(prefixes)
+    assert prefixes
     self._copy_noted()
     tokens = np.zeros((R, C), np.int32)
     start, count = np.zeros(R, np.int32), np.zeros(R, np.int32)
     table = np.zeros((R, self._width), np.int32)
-    for r, prefix in enumerate(prefixes):
-      part = prefix.tokens[prefix.done : prefix.done + C]
-      tokens[r, : len(part)] = part
-      start[r], count[r] = prefix.done, len(part)
-      table[r, : len(prefix.pages)] = prefix.pages
+    last: dict[int, Prefix] = {}  # row of a complete prefix's last token
+    r = 0
+    for prefix in prefixes:
+      while r < R and not prefix.complete:
+        part = prefix.tokens[prefix.done : prefix.done + C]
+        tokens[r, : len(part)] = part
+        start[r], count[r] = prefix.done, len(part)
+        table[r, : len(prefix.pages)] = prefix.pages
+        prefix.done += len(part)
+        if prefix.complete:
+          last[r] = prefix
+        r += 1
     self._caches, hidden_RD = self._prefill(
       self._params, self._caches, tokens, start, count, table
     )
-    for r, prefix in enumerate(prefixes):
-      prefix.done += int(count[r])
-    rows = [r for r, prefix in enumerate(prefixes) if prefix.complete]
-    self._draw_first(hidden_RD, {r: prefixes[r] for r in rows})
+    self._draw_first(hidden_RD, last)
 
   def drop(self, prefix: Prefix) -> None:
     """Gives the prefix's own hold on its pages back."""

@@ -12,6 +12,12 @@ and is recomputed later; the oldest is never preempted, so something always
 ends and nothing is lost. Age is the order of submission, and survives
 preemption. Nobody blocks: `step` does what can be done and returns.
 
+What was preempted starts first, so that the pages which its tokens cost are
+soon of use; then earlier steps' requests, then by `generator.order`: as they
+came, or the longest expected ones first, since the last to end decide how long
+a step takes. A prompt is expected to draw what its last completions did, as
+much as it may where nothing is known.
+
 Single-threaded, and a function of its calls only: equal calls, equal results.
 """
 
@@ -28,6 +34,7 @@ from rl_jax.generator.pages import OutOfPages
 from rl_jax.types import Completion, FinishReason, Request
 
 _Age = tuple[int, int]  # (order of submission, sample index)
+_NEWEST = 0.25  # weight of the newest completion in a row's mean length
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,6 +73,10 @@ class _Work:
   def age(self) -> _Age:
     return self.samples[0].age
 
+  @property
+  def started(self) -> bool:
+    return bool(self.samples[0].tokens)
+
   def tokens(self) -> np.ndarray:
     first = self.samples[0]
     prompt = first.request.prompt.tokens
@@ -96,9 +107,11 @@ class Scheduler:
     self.preemptions = 0
     self._order = 0
     self._queue: list[_Work] = []  # oldest first
-    self._held: list[_Held] = []
+    self._held: list[_Held] = []  # in the order of their turns
     self._running: dict[int, _Sample] = {}
     self._new_weights: tuple[Any, int] | None = None
+    # Mean length of the last completions of each row of the data.
+    self._lengths: dict[str, float] = {}
 
   @property
   def idle(self) -> bool:
@@ -159,7 +172,7 @@ class Scheduler:
     self._take_params()
 
   def step(self) -> list[Completion]:
-    """Admits, prefills one chunk, fills slots, decodes one dispatch."""
+    """Admits, prefills one dispatch, fills slots, decodes one dispatch."""
     self._take_params()
     self._admit()
     done = self._prefill()
@@ -175,7 +188,35 @@ class Scheduler:
           self._running.pop(slot)
           self.engine.free(slot)
           done.append(_completion(sample))
+    if self.engine.config.order == 'longest':
+      for completion in done:
+        self._learn_length(completion)
     return done
+
+  def abort(self, key: Any) -> list[Completion]:
+    """Ends the requests of this `key` now.
+
+    Returns:
+      Their samples that had not come back yet, with what each has drawn (maybe
+      nothing) and finish_reason 'abort'. They will not come again.
+    """
+    mine = lambda sample: sample.request.key == key  # noqa: E731
+    ended = []
+    for slot, sample in list(self._running.items()):
+      if mine(sample):
+        self.engine.free(slot)
+        ended.append(self._running.pop(slot))
+    for held in list(self._held):
+      for index, sample in list(held.samples.items()):
+        if mine(sample):
+          ended.append(held.samples.pop(index))
+          held.prefix.sample_indices.remove(index)
+      self._drop_if_empty(held)
+    for work in [w for w in self._queue if mine(w.samples[0])]:
+      self._queue.remove(work)
+      ended += work.samples
+    ended.sort(key=lambda s: s.age)
+    return [_completion(sample, 'abort') for sample in ended]
 
   # ---- the acts of a step
 
@@ -196,10 +237,24 @@ class Scheduler:
     assert acknowledged == version, (acknowledged, version)
 
   def _next(self) -> _Work | None:
-    """The oldest that may start: while draining, only what has tokens."""
+    """What may start next: while draining, only what has tokens."""
     draining = self._new_weights is not None
-    ready = (w for w in self._queue if w.samples[0].tokens or not draining)
-    return next(ready, None)
+    ready = (w for w in self._queue if w.started or not draining)
+    return min(ready, key=self._turn, default=None)
+
+  def _turn(self, work: _Work) -> tuple[Any, ...]:
+    """Sorts the queue."""
+    expected = 0.0
+    request = work.samples[0].request
+    if self.engine.config.order == 'longest':
+      expected = self._lengths.get(request.prompt.row, np.inf)
+      expected = min(expected, request.sampling.max_tokens)
+    return not work.started, request.step, -expected, work.age
+
+  def _learn_length(self, completion: Completion) -> None:
+    row, length = completion.request.prompt.row, len(completion.tokens)
+    known = self._lengths.get(row, length)
+    self._lengths[row] = known + _NEWEST * (length - known)
 
   def _admit(self) -> None:
     config = self.engine.config
@@ -219,9 +274,8 @@ class Scheduler:
       self._held.append(_Held(prefix, {s.index: s for s in work.samples}))
 
   def _prefill(self) -> list[Completion]:
-    """One chunk; returns the samples whose first token is their last."""
+    """One dispatch; returns the samples whose first token is their last."""
     waiting = [h for h in self._held if not h.prefix.complete]
-    waiting = waiting[: self.engine.config.prefill_rows]
     if not waiting:
       return []
     version = self.engine.policy_version
@@ -243,8 +297,8 @@ class Scheduler:
     free = [
       s for s in range(self.engine.config.num_slots) if s not in self._running
     ]
-    for held in sorted(self._held, key=lambda h: h.age):
-      # Making room for an older one may have preempted this one.
+    for held in list(self._held):
+      # Making room for another one may have preempted this one.
       if held not in self._held or not held.prefix.complete:
         continue
       partial = len(held.prefix.tokens) % self.engine.config.page_size > 0
@@ -312,8 +366,10 @@ class Scheduler:
     self.tokens_generated += 1
 
 
-def _completion(sample: _Sample) -> Completion:
-  reason = sample.finish_reason()
+def _completion(
+  sample: _Sample, reason: FinishReason | None = None
+) -> Completion:
+  reason = reason or sample.finish_reason()
   assert reason is not None
   return Completion(
     request=sample.request,

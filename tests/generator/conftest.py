@@ -30,7 +30,7 @@ BASE = Config(
   num_slots=4,
   page_size=4,
   steps_per_dispatch=4,
-  prefill_rows=2,
+  prefill_tokens=6,
   prefill_chunk=3,
 )
 
@@ -42,15 +42,19 @@ class Lab:
 
   # ---- engines
 
-  def engine(self, *, tensor=1, on_new_weights='keep', **overrides) -> Engine:
+  def engine(
+    self, *, tensor=1, on_new_weights='keep', order='fifo', **overrides
+  ) -> Engine:
     """The engine of BASE with other settings; compiled at most once."""
     config = dataclasses.replace(BASE, **overrides)
     engine = _engine(tensor, config)
     if engine.pool.num_free < engine.num_pages - 1:  # left by a failed test
       _engine.cache_clear()
       engine = _engine(tensor, config)
-    # Read by the scheduler only, so it needs no other program.
-    engine.config = dataclasses.replace(config, on_new_weights=on_new_weights)
+    # Read by the scheduler only, so they need no other program.
+    engine.config = dataclasses.replace(
+      config, on_new_weights=on_new_weights, order=order
+    )
     return engine
 
   def minimum(self, engine: Engine) -> int:

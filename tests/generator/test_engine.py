@@ -39,13 +39,13 @@ def test_logprobs_equal_the_learners(lab, plain):
 @pytest.mark.parametrize(
   'settings',
   [
-    'num_slots=8 page_size=16 prefill_rows=4 prefill_chunk=64 '
+    'num_slots=8 page_size=16 prefill_tokens=256 prefill_chunk=64 '
     'steps_per_dispatch=1',
     pytest.param(
       'num_slots=1 page_size=1 unroll_layers=0 tensor=2', marks=slow
     ),
     pytest.param(
-      'num_slots=3 page_size=3 num_pages=23 prefill_rows=1 prefill_chunk=64 '
+      'num_slots=3 page_size=3 num_pages=23 prefill_tokens=64 prefill_chunk=64 '
       'steps_per_dispatch=7',
       marks=slow,
     ),
@@ -331,7 +331,8 @@ def test_nothing_compiles_after_the_first_use_of_each_verb(lab, plain):
     ('page_size', 0, '>= 1'),
     ('num_pages', -1, '>= 0'),
     ('steps_per_dispatch', 0, '>= 1'),
-    ('prefill_rows', -3, '>= 1'),
+    ('prefill_tokens', -3, '>= 1'),
+    ('prefill_tokens', 100, 'multiple of prefill_chunk=32'),
     ('prefill_chunk', 0, '>= 1'),
     ('dtype', 'float16', 'bfloat16'),
     ('on_new_weights', 'forget', 'recompute'),
