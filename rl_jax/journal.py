@@ -46,6 +46,20 @@ _ERROR_ALARM = 0.05
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain')
 
 
+class _Compilations:
+  """Counts what XLA compiles in this process from its making on."""
+
+  def __init__(self):
+    self.count = 0
+    jax.monitoring.register_event_duration_secs_listener(self._event)
+
+  def _event(self, name: str, seconds: float, **_: Any) -> None:
+    self.count += name == '/jax/core/compile/backend_compile_duration'
+
+  def close(self) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._event)
+
+
 class Journal:
   """One run's account; `saved` is the `state()` of the run it resumes."""
 
@@ -76,6 +90,7 @@ class Journal:
     self._synced = dict(
       saved.get('synced', {'count': 0, 'bytes': 0, 'seconds': 0.0})
     )
+    self._compilations = _Compilations()
     self._step_begins()
     self._step_seconds: collections.deque[float] = collections.deque(maxlen=16)
     self._compiled = False
@@ -85,6 +100,7 @@ class Journal:
     return self
 
   def __exit__(self, *exc_info: Any) -> None:
+    self._compilations.close()
     self._writer.close()
 
   def state(self) -> dict[str, Any]:
@@ -199,10 +215,12 @@ class Journal:
   def _step_begins(self) -> None:
     self._since = self.timeline.seconds()
     self._generated = self.ledger.state()['generated']
+    self._compiled_before = self._compilations.count
 
   def _speed(self) -> dict[str, float]:
-    """Seconds, tokens and utilisation since the last step or evaluation."""
+    """Seconds, tokens, compilations since the last step or evaluation."""
     since, before = self._since, self._generated
+    compiled_before = self._compiled_before
     self._step_begins()
     spent = seconds_between(since, self._since)
     wall = sum(spent[TRAINING].values())
@@ -221,6 +239,7 @@ class Journal:
         f'utilisation/{lane}': s / max(wall, 1e-9) for lane, s in busy.items()
       },
       'tokens_per_second': (self._generated - before) / max(wall, 1e-9),
+      'compilations': self._compiled_before - compiled_before,
     }
 
   def _print_line(

@@ -179,6 +179,7 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
     'groups_with_signal': 2,
     'skipped_update': 0.0,
     'tokens_per_second': 24 / 8,
+    'compilations': 0,
   }
   assert row['update/loss'] == 0.5
   assert row['excluded/unscored'] == 2 and row['excluded/no_signal'] == 0
@@ -197,6 +198,17 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
     'the first: why\n'
   )
   assert len(lines(tmp_path / 'rollouts.jsonl')) == 6
+
+
+def test_what_a_step_compiles_is_counted(tmp_path):
+  double = jax.jit(lambda x: x * 2)
+  with Journal(tmp_path, CONFIG, None) as j:
+    for step, size in enumerate((3, 3, 4)):
+      double(np.zeros(size))
+      j.trained(step, 10, GROUPS, select(GROUPS), {})
+  double(np.zeros(5))
+  rows = lines(tmp_path / 'metrics.jsonl')
+  assert [row['compilations'] for row in rows] == [1, 0, 1]
 
 
 def test_speed_is_that_of_the_last_step(tmp_path, clock, capsys):

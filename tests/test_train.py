@@ -283,6 +283,13 @@ def test_files_have_every_step_once(finished):
   assert checkpoints(workdir) == [STEPS - 1, STEPS]
 
 
+def test_nothing_compiles_after_the_first_step(finished):
+  rows = lines(finished[0], 'metrics')
+  counts = [row['compilations'] for row in rows if 'compilations' in row]
+  assert len(counts) == STEPS
+  assert counts[0] > 0 and not any(counts[1:]), counts
+
+
 def test_tokens_balance(finished):
   workdir, summary = finished
   tokens = summary['tokens']
