@@ -53,8 +53,9 @@ class _Compilations:
     self.count = 0
     jax.monitoring.register_event_duration_secs_listener(self._event)
 
-  def _event(self, name: str, seconds: float, **_: Any) -> None:
-    self.count += name == '/jax/core/compile/backend_compile_duration'
+  def _event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+    del duration_secs, kwargs
+    self.count += event == '/jax/core/compile/backend_compile_duration'
 
   def close(self) -> None:
     jax.monitoring.unregister_event_duration_listener(self._event)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ import numpy as np
 from rl_jax import config as configs
 from rl_jax import meshes
 from rl_jax.algorithms import base as algorithms
-from rl_jax.algorithms.base import Loss
 from rl_jax.config import Settings
 from rl_jax.generator.engine import Engine
 from rl_jax.generator.quantize import Packing
@@ -65,14 +63,18 @@ class Parts:
     return s.algorithm.advantages(rewards, s.algorithm_config)
 
   def rl_learner(self) -> Learner:
-    s = self.settings
-    loss = algorithms.bind(s.algorithm, s.algorithm_config)
-    build = optimizer.build(s.optimizer, s.run.num_steps)
-    return self._learner(build, loss, s.sampling.temperature)
+    return rl_learner(self.settings, self.model, self.plan)
 
   def sft_learner(self) -> Learner:
     build = optimizer.build(self.settings.sft, self.settings.sft.num_steps)
-    return self._learner(build, sft.loss, temperature=1.0)
+    return Learner(
+      self.model,
+      self.plan.training,
+      self.settings.learner,
+      build,
+      sft.loss,
+      temperature=1.0,
+    )
 
   def sft_stream(self) -> PromptStream:
     """Draws rows to imitate, in an order of its own."""
@@ -102,39 +104,29 @@ class Parts:
       ledger=ledger,
     )
 
-  def _learner(self, build: Any, loss: Loss, temperature: float) -> Learner:
-    return Learner(
-      self.model,
-      self.plan.training,
-      self.settings.learner,
-      build,
-      loss,
-      temperature=temperature,
-    )
+
+def rl_learner(s: Settings, model: Model, plan: meshes.MeshPlan) -> Learner:
+  return Learner(
+    model,
+    plan.training,
+    s.learner,
+    optimizer.build(s.optimizer, s.run.num_steps),
+    algorithms.bind(s.algorithm, s.algorithm_config),
+    temperature=s.sampling.temperature,
+  )
 
 
-@contextlib.contextmanager
-def build(settings: Settings):
-  """Yields the parts; ends the verifier's processes afterwards.
+def generation(
+  s: Settings, tokenizer: Tokenizer
+) -> tuple[Model, meshes.MeshPlan, list[Scheduler], Sync]:
+  """The model, its meshes, an engine for each generation mesh, and the sync.
 
   Raises:
-    ValueError: whatever in the config, data or devices does not fit.
+    ValueError: model, tokeniser, meshes and devices do not fit each other.
   """
-  s = settings
-  tokenizer = load_tokenizer(s.model.tokenizer or s.model.source)
   model = Model(_architecture(s, tokenizer))
   plan = meshes.MeshPlan.create(s.mesh, jax.devices())
   plan.check_params(model.specs())
-  plan.check_rows(s.learner.rows_per_microbatch)
-  stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
-  if s.sft.num_steps:
-    stream.check_solutions(s.learner.row_tokens)
-  heldout = [
-    dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
-    for p in heldout_prompts(
-      s.prompts.heldout, s.prompts, tokenizer, s.evaluation.num_prompts
-    )
-  ]
   schedulers = [
     Scheduler(
       Engine(
@@ -156,6 +148,29 @@ def build(settings: Settings):
     unroll=s.generator.unroll_layers,
     packing=Packing(s.generator.weight_format),
   )
+  return model, plan, schedulers, sync
+
+
+@contextlib.contextmanager
+def build(settings: Settings):
+  """Yields the parts; ends the verifier's processes afterwards.
+
+  Raises:
+    ValueError: whatever in the config, data or devices does not fit.
+  """
+  s = settings
+  tokenizer = load_tokenizer(s.model.tokenizer or s.model.source)
+  model, plan, schedulers, sync = generation(s, tokenizer)
+  plan.check_rows(s.learner.rows_per_microbatch)
+  stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
+  if s.sft.num_steps:
+    stream.check_solutions(s.learner.row_tokens)
+  heldout = [
+    dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
+    for p in heldout_prompts(
+      s.prompts.heldout, s.prompts, tokenizer, s.evaluation.num_prompts
+    )
+  ]
   with VerifierService(
     s.verifier,
     dataclasses.asdict(s.verifier_config),

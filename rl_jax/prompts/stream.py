@@ -263,7 +263,7 @@ def _load_source(
     chunk = [rows[i] for i in range(start, min(start + _CHUNK, len(rows)))]
     for i, row in enumerate(chunk, start):
       _check_row(row, i, where)
-    texts = [_text(row, config, tokenizer) for row in chunk]
+    texts = [render(row.prompt, config, tokenizer) for row in chunk]
     tokens = tokenizer.encode_batch(texts)
     lengths += [len(t) for t in tokens]
     facts = [(t, r.answer, r.solution) for t, r in zip(texts, chunk)]
@@ -347,8 +347,9 @@ def _without_weight(entry: Mapping[str, Any]) -> dict[str, Any]:
   return {key: value for key, value in entry.items() if key != 'weight'}
 
 
-def _text(row: Row, config: Config, tokenizer: Tokenizer) -> str:
-  text = config.template.replace(_SLOT, row.prompt)
+def render(prompt: str, config: Config, tokenizer: Tokenizer) -> str:
+  """A row's prompt as the policy sees it: template, then chat template."""
+  text = config.template.replace(_SLOT, prompt)
   if not config.chat:
     return text
   messages = [{'role': 'user', 'content': text}]
@@ -367,7 +368,7 @@ def _prompts(
   """The prompts of `keys`, numbered from `first_id`."""
   rows_of = {source.label: source.rows for source in loaded}
   rows = [rows_of[label][i] for label, i in keys]
-  texts = [_text(row, config, tokenizer) for row in rows]
+  texts = [render(row.prompt, config, tokenizer) for row in rows]
   return [
     types.Prompt(first_id + n, f'{label}/{i}', text, tokens, row.answer)
     for n, ((label, i), row, text, tokens) in enumerate(
