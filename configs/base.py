@@ -53,6 +53,8 @@ def get_config() -> ConfigDict:
         prefill_chunk=32,  # of them, that one prompt takes at a time
         dtype='float32',  # float32 | bfloat16, of weights and KV
         weight_format='dtype',  # dtype | int8, of matrices
+        kv_format='dtype',  # dtype | int8, of the KV cache
+        attention='auto',  # auto | xla_loop | pallas_tpu
         unroll_layers=True,  # faster on CPU; False compiles faster
         order='fifo',  # of a step's requests: fifo | longest expected first
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain

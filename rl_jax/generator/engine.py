@@ -1,4 +1,4 @@
-"""The device side of generation: KV pages, slots and the compiled programs.
+"""The state of generation: which pages and slots there are, and whose.
 
 Verbs, as JetStream has them: `start` and `prefill` put a prompt's keys and
 values into pages and draw the first token of each of its samples, `insert`
@@ -9,9 +9,10 @@ pages raises OutOfPages and changes nothing.
 
 The samples of a prompt share its full pages; only the last, partial page is
 copied: `insert` notes the copy, and all that are noted run in one dispatch
-before anything else touches the pages. Every program has one shape, so nothing
-compiles after the first use of each verb. Slot state lives on the host and
-travels with each dispatch; tokens, log-probs and counts come back in one array.
+before anything else touches the pages. Every program (programs.py) has one
+shape, so nothing compiles after the first use of each verb. Slot state lives on
+the host and travels with each dispatch; tokens, log-probs and counts come back
+in one array.
 
 Letters: S slots, R chunks of a prefill, C tokens of a chunk, W pages of a row,
 D model.
@@ -24,60 +25,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from rl_jax.generator.paged_attention import attend_pages
 from rl_jax.generator.pages import PagePool
-from rl_jax.generator.sampling import SlotSampling, sample
+from rl_jax.generator.programs import Config, Programs, Slots
 from rl_jax.models.base import Model, Params
 from rl_jax.types import Request
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-  """Keys of `config.generator`."""
-
-  num_slots: int = 64  # sequences decoded at once, per engine
-  page_size: int = 16  # tokens of a KV page
-  num_pages: int = 0  # pages of the pool, per engine; 0: all slots fit
-  steps_per_dispatch: int = 8  # tokens decoded per slot in one dispatch
-  prefill_tokens: int = 512  # prompt tokens of a prefill dispatch
-  prefill_chunk: int = 32  # of them, that one prompt takes at a time
-  dtype: str = 'float32'  # of weights and KV
-  weight_format: str = 'dtype'  # of matrices: dtype | int8, see quantize.py
-  unroll_layers: bool = True  # faster on CPU; False compiles faster
-  order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
-  on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      low = 0 if field.name == 'num_pages' else 1
-      if field.type == 'int' and value < low:
-        raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
-    if self.prefill_tokens % self.prefill_chunk:
-      raise ValueError(
-        f'generator.prefill_tokens={self.prefill_tokens}: must be a multiple '
-        f'of prefill_chunk={self.prefill_chunk}.'
-      )
-    legal = {
-      'dtype': ('float32', 'bfloat16'),
-      'weight_format': ('dtype', 'int8'),
-      'order': ('fifo', 'longest'),
-      'on_new_weights': ('keep', 'recompute', 'drain'),
-    }
-    for name, values in legal.items():
-      if getattr(self, name) not in values:
-        raise ValueError(
-          f'generator.{name}={getattr(self, name)!r}: must be one of {values}.'
-        )
-
-  @property
-  def prefill_rows(self) -> int:
-    """Chunks of a prefill dispatch, and prompts that may wait for slots."""
-    return self.prefill_tokens // self.prefill_chunk
 
 
 class Drawn(NamedTuple):
@@ -102,57 +56,6 @@ class Prefix:
   @property
   def complete(self) -> bool:
     return self.done == len(self.tokens)
-
-
-class _Slots(NamedTuple):
-  """Host copy of the state of all slots; travels with each dispatch."""
-
-  table: np.ndarray  # [S, W] int32
-  last_token: np.ndarray  # [S] int32, drawn but not yet in the pages
-  position: np.ndarray  # [S] int32, of last_token
-  active: np.ndarray  # [S] bool
-  budget: np.ndarray  # [S] int32, tokens that may still be drawn
-  stop_ids: np.ndarray  # [S, K] int32, -1 where unused
-  temperature: np.ndarray  # [S] float32
-  top_k: np.ndarray  # [S] int32
-  top_p: np.ndarray  # [S] float32
-  min_p: np.ndarray  # [S] float32
-  key_ids: np.ndarray  # [S, 3] int32
-
-  @classmethod
-  def empty(cls, num_slots: int, width: int, num_stops: int) -> _Slots:
-    S = num_slots
-    zeros, floats = np.zeros(S, np.int32), np.zeros(S, np.float32)
-    return cls(
-      np.zeros((S, width), np.int32),
-      zeros,
-      zeros.copy(),
-      np.zeros(S, bool),
-      zeros.copy(),
-      np.full((S, num_stops), -1, np.int32),
-      floats,
-      zeros.copy(),
-      floats + 1,
-      floats.copy(),
-      np.zeros((S, 3), np.int32),
-    )
-
-  def set_sampling(self, slot: int, request: Request, index: int) -> None:
-    s = request.sampling
-    self.temperature[slot] = s.temperature
-    self.top_k[slot], self.top_p[slot], self.min_p[slot] = (
-      s.top_k,
-      s.top_p,
-      s.min_p,
-    )
-    self.stop_ids[slot] = -1
-    self.stop_ids[slot, : len(s.stop_ids)] = s.stop_ids
-    self.key_ids[slot] = request.step, request.prompt.prompt_id, index
-
-  def sampling(self) -> SlotSampling:
-    return SlotSampling(
-      self.temperature, self.top_k, self.top_p, self.min_p, self.key_ids
-    )
 
 
 class Engine:
@@ -180,7 +83,7 @@ class Engine:
     self.config, self.max_length = config, max_length
     self.max_stop_ids = max_stop_ids
     self.policy_version = -1
-    self._model, self._mesh = model, mesh
+    self._mesh = mesh
     self._seed = np.int32(seed)
     self._params: Params | None = None
     self._width = -(-max_length // config.page_size)
@@ -194,19 +97,18 @@ class Engine:
         f'{full} never preempts, and is what 0 means.'
       )
     self.pool = PagePool(self.num_pages)
-    self._slots = _Slots.empty(config.num_slots, self._width, max_stop_ids)
+    self._slots = Slots.empty(config.num_slots, self._width, max_stop_ids)
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
     self._noted: list[tuple[int, int]] = []  # page copies: source, target
-    self._caches, sharding = self._new_caches()
-    out = (sharding, NamedSharding(mesh, PartitionSpec()))
-    self._prefill = jax.jit(
-      self._prefill_program, donate_argnums=1, out_shardings=out
+    self._programs = Programs(
+      model,
+      mesh,
+      config,
+      num_pages=self.num_pages,
+      width=self._width,
+      max_stop_ids=max_stop_ids,
     )
-    self._decode = jax.jit(
-      self._decode_program, donate_argnums=1, out_shardings=out
-    )
-    self._copy = jax.jit(_copy_pages, donate_argnums=0, out_shardings=sharding)
-    self._first = jax.jit(self._first_program)
+    self._caches = self._programs.new_caches()
 
   # ---- weights
 
@@ -249,7 +151,7 @@ class Engine:
         if prefix.complete:
           last[r] = prefix
         r += 1
-    self._caches, hidden_RD = self._prefill(
+    self._caches, hidden_RD = self._programs.prefill(
       self._params, self._caches, tokens, start, count, table
     )
     self._draw_first(hidden_RD, last)
@@ -298,7 +200,7 @@ class Engine:
     """
     self._copy_noted()
     was_active = np.flatnonzero(self._slots.active)
-    self._caches, packed = self._decode(
+    self._caches, packed = self._programs.decode(
       self._params, self._caches, self._slots, self._seed
     )
     packed = np.asarray(packed)[was_active]
@@ -326,7 +228,7 @@ class Engine:
       pairs = np.zeros((2, S), np.int32)  # (0, 0) copies trash onto itself
       part, self._noted = self._noted[:S], self._noted[S:]
       pairs[:, : len(part)] = np.transpose(part)
-      self._caches = self._copy(self._caches, *pairs)
+      self._caches = self._programs.copy(self._caches, *pairs)
 
   # ---- host state
 
@@ -360,14 +262,14 @@ class Engine:
     wanted = [(r, p, i) for r, p in complete.items() for i in p.sample_indices]
     for begin in range(0, len(wanted), S):
       part = wanted[begin : begin + S]
-      state = _Slots.empty(S, self._width, self._slots.stop_ids.shape[1])
+      state = Slots.empty(S, self._width, self._slots.stop_ids.shape[1])
       row = np.zeros(S, np.int32)
       for s, (r, prefix, index) in enumerate(part):
         row[s] = r
         state.position[s] = len(prefix.tokens)
         state.set_sampling(s, prefix.request, index)
       packed = np.asarray(
-        self._first(
+        self._programs.first(
           self._params,
           hidden_RD,
           row,
@@ -379,123 +281,6 @@ class Engine:
       rows = _unpack(packed[: len(part)], np.ones(len(part), np.int32))
       for (_, prefix, index), (first,) in zip(part, rows, strict=True):
         prefix.first[index] = first
-
-  # ---- device programs
-
-  def _new_caches(self):
-    config, model = self.config, self._model.config
-    shape = (
-      self.num_pages,
-      model.num_kv_heads,
-      config.page_size,
-      model.head_dim,
-    )
-    spec = PartitionSpec(None, 'tensor')
-    if not config.unroll_layers:
-      shape, spec = (model.num_layers, *shape), PartitionSpec(None, *spec)
-    sharding = NamedSharding(self._mesh, spec)
-
-    def pair():
-      zeros = lambda: jnp.zeros(shape, config.dtype, device=sharding)  # noqa: E731
-      return zeros(), zeros()
-
-    if not config.unroll_layers:
-      return pair(), (sharding, sharding)
-    layers = range(model.num_layers)
-    return tuple(pair() for _ in layers), ((sharding, sharding),) * len(layers)
-
-  def _prefill_program(self, params, caches, tokens, start, count, table):
-    offsets = jnp.arange(tokens.shape[1])[None]
-    valid = offsets < count[:, None]
-    # Padding repeats the row's last position, which is always in the table.
-    positions = start[:, None] + jnp.minimum(
-      offsets, jnp.maximum(count, 1)[:, None] - 1
-    )
-    attend = attend_pages(table, positions, valid)
-    hidden, caches = self._model.hidden(
-      params, tokens, positions, attend, caches
-    )
-    last = jnp.maximum(count, 1) - 1
-    hidden_RD = jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0]
-    return caches, hidden_RD
-
-  def _first_program(
-    self, params, hidden_RD, row_S, position_S, sampling, seed
-  ):
-    hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
-    logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
-    token, logprob, kept = sample(logits, position_S, sampling, seed)
-    return _pack(token[:, None], logprob[:, None], kept[:, None])
-
-  def _decode_program(self, params, caches, slots: _Slots, seed):
-    S, n = slots.active.shape[0], self.config.steps_per_dispatch
-    sampling = SlotSampling(
-      slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.key_ids
-    )
-
-    def unfinished(carry):
-      step, _, _, _, active, _, _ = carry
-      return (step < n) & jnp.any(active)
-
-    def decode(carry):
-      step, caches, last, position, active, budget, out = carry
-      attend = attend_pages(slots.table, position[:, None], active[:, None])
-      hidden, caches = self._model.hidden(
-        params, last[:, None], position[:, None], attend, caches
-      )
-      logits = self._model.logits(params, hidden)[:, 0]
-      token, logprob, kept = sample(logits, position + 1, sampling, seed)
-      tokens, logprobs, masses, counts = out
-      out = (
-        tokens.at[:, step].set(token),
-        logprobs.at[:, step].set(logprob),
-        masses.at[:, step].set(kept),
-        counts + active,
-      )
-      last = jnp.where(active, token, last)
-      position = position + active
-      budget = budget - active
-      stopped = jnp.any(token[:, None] == slots.stop_ids, axis=-1)
-      active = active & ~stopped & (budget > 0)
-      return step + 1, caches, last, position, active, budget, out
-
-    out = (
-      jnp.zeros((S, n), jnp.int32),
-      jnp.zeros((S, n), jnp.float32),
-      jnp.zeros((S, n), jnp.float32),
-      jnp.zeros(S, jnp.int32),
-    )
-    carry = (
-      jnp.int32(0),
-      caches,
-      jnp.asarray(slots.last_token),
-      jnp.asarray(slots.position),
-      jnp.asarray(slots.active),
-      jnp.asarray(slots.budget),
-      out,
-    )
-    _, caches, _, _, _, _, (tokens, logprobs, masses, counts) = (
-      jax.lax.while_loop(unfinished, decode, carry)
-    )
-    packed = _pack(tokens, logprobs, masses)
-    return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
-
-
-def _copy_pages(caches, source_S: jax.Array, target_S: jax.Array):
-  """Copies whole pages in every layer; (0, 0) pairs copy trash onto itself."""
-
-  def copy(pool):
-    if pool.ndim == 4:
-      return pool.at[target_S].set(pool[source_S])
-    return pool.at[:, target_S].set(pool[:, source_S])
-
-  return jax.tree.map(copy, caches)
-
-
-def _pack(tokens, logprobs, masses) -> jax.Array:
-  """[S, 3n] int32: one array to read instead of three."""
-  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
-  return jnp.concatenate([tokens, bits(logprobs), bits(masses)], axis=1)
 
 
 def _unpack(packed: np.ndarray, counts: np.ndarray) -> list[list[Drawn]]:

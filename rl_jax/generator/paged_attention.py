@@ -9,18 +9,20 @@ are added as the learner adds them (`models.attention.softmax_parts`), so for
 rows of one block both agree to the last bit on CPU.
 
 Letters: B rows, T new tokens, N query heads, K kv heads, G = N / K,
-X = G * T, H head dim, P pages of the pool, W pages of a row, Z tokens of a
-page, C pages of a block, S = C * Z.
+X = G * T, H head dim, W pages of a row, C pages of a block, S its tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
+from rl_jax.generator.kv_layout import KVLayout, Pages
 from rl_jax.generator.pages import TRASH_PAGE
 from rl_jax.models.attention import (
   HIDDEN,
@@ -33,40 +35,95 @@ _BLOCK_TOKENS = 512  # keys of a row that are gathered at once
 _ROWS = 4  # rows that are gathered at once; all of them: 4 times slower on CPU
 
 
+# (q [B, N, H], keys, values, lengths [B], table [B, W]) -> out [B, N, H]
+Kernel = Callable[[jax.Array, Pages, Pages, jax.Array, jax.Array], jax.Array]
+
+
+def tpu_kernel(mesh: Mesh) -> Kernel:
+  """JAX's paged attention for TPU, each device with its own kv heads.
+
+  For pages as `HeadsFirst` lays them.
+  """
+  from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+  def one_device(q_BNH, keys, values, lengths_B, table_BW):
+    size = keys.shape[2]
+    block = max(1, min(table_BW.shape[1], _BLOCK_TOKENS // size))
+    padded = jnp.pad(table_BW, ((0, 0), (0, -table_BW.shape[1] % block)))
+    return paged_attention(
+      q_BNH, keys, values, lengths_B, padded, pages_per_compute_block=block
+    )
+
+  heads = PartitionSpec('tensor')
+  sharded = jax.shard_map(
+    one_device,
+    mesh=mesh,
+    in_specs=(
+      PartitionSpec(None, 'tensor'),
+      *(heads, heads),
+      *(PartitionSpec(), PartitionSpec()),
+    ),
+    out_specs=PartitionSpec(None, 'tensor'),
+    check_vma=False,  # the kernel does not say how its output varies
+  )
+
+  def kernel(q_BNH, keys, values, lengths_B, table_BW):
+    H = q_BNH.shape[-1]
+    padded = jnp.pad(
+      q_BNH * (H**-0.5), ((0, 0), (0, 0), (0, keys.values.shape[-1] - H))
+    )
+    out = sharded(padded, keys.values, values.values, lengths_B, table_BW)
+    return out[..., :H].astype(q_BNH.dtype)
+
+  return kernel
+
+
 def attend_pages(
   table_BW: jax.Array | np.ndarray,
   positions_BT: jax.Array,
   valid_BT: jax.Array,
+  layout: KVLayout,
+  kernel: Kernel | None = None,
 ) -> Attend:
-  """An `attend` whose cache is one layer's (keys, values), [P, K, Z, H] each.
+  """An `attend` whose cache is one layer's (keys, values), as `Pages`.
 
   Args:
     table_BW: int32, the pages of each row in order.
     positions_BT: int32, where in its sequence each new token stands.
     valid_BT: bool; what is not valid is written to the trash page, and its
       output means nothing.
+    layout: of the pages.
+    kernel: attends where each row has one new token; else it is done here.
   """
 
   table_BW = jnp.asarray(table_BW)
 
   def attend(q_BTNH, k_BTKH, v_BTKH, cache):
     keys, values = cache
-    size = keys.shape[2]
+    size = layout.page_size(keys)
     page_BT = jnp.take_along_axis(table_BW, positions_BT // size, axis=1)
     page_BT = jnp.where(valid_BT, page_BT, TRASH_PAGE)
     offset_BT = positions_BT % size
-    keys = keys.at[page_BT, :, offset_BT].set(k_BTKH.astype(keys.dtype))
-    values = values.at[page_BT, :, offset_BT].set(v_BTKH.astype(values.dtype))
-    out = _attend(q_BTNH, keys, values, table_BW, positions_BT, valid_BT)
+    keys = layout.write(keys, k_BTKH, page_BT, offset_BT)
+    values = layout.write(values, v_BTKH, page_BT, offset_BT)
+    if kernel is not None and q_BTNH.shape[1] == 1:
+      # A row that is not valid sees one token, so that it stays finite.
+      lengths_B = jnp.where(valid_BT, positions_BT, 0)[:, 0] + 1
+      out = kernel(q_BTNH[:, 0], keys, values, lengths_B, table_BW)
+      return out[:, None], (keys, values)
+    out = _attend(
+      layout, q_BTNH, keys, values, table_BW, positions_BT, valid_BT
+    )
     return out, (keys, values)
 
   return attend
 
 
 def _attend(
+  layout: KVLayout,
   q_BTNH: jax.Array,
-  keys_PKZH: jax.Array,
-  values_PKZH: jax.Array,
+  keys: Pages,
+  values: Pages,
   table_BW: jax.Array,
   positions_BT: jax.Array,
   valid_BT: jax.Array,
@@ -78,9 +135,10 @@ def _attend(
   def some(i, out_BTNH):
     take = lambda x: jax.lax.dynamic_slice_in_dim(x, i * rows, rows)  # noqa: E731
     out = _attend_rows(
+      layout,
       take(q_BTNH),
-      keys_PKZH,
-      values_PKZH,
+      keys,
+      values,
       take(table_BW),
       take(positions_BT),
       take(valid_BT),
@@ -91,27 +149,25 @@ def _attend(
 
 
 def _attend_rows(
+  layout: KVLayout,
   q_BTNH: jax.Array,
-  keys_PKZH: jax.Array,
-  values_PKZH: jax.Array,
+  key_pages: Pages,
+  value_pages: Pages,
   table_BW: jax.Array,
   positions_BT: jax.Array,
   valid_BT: jax.Array,
 ) -> jax.Array:
   B, T, N, H = q_BTNH.shape
-  K, size = keys_PKZH.shape[1:3]
+  K, size = layout.num_kv_heads(key_pages), layout.page_size(key_pages)
   G, W = N // K, table_BW.shape[1]
   multiple = KEY_MULTIPLE // math.gcd(KEY_MULTIPLE, size)  # pages
   C = min(W + -W % multiple, max(multiple, _BLOCK_TOKENS // size))
   table_BW = jnp.pad(table_BW, ((0, 0), (0, -W % C)))
   q_BTKGH = q_BTNH.reshape(B, T, K, G, H) * (H**-0.5)
   q_BKXH = jnp.transpose(q_BTKGH, (0, 2, 3, 1, 4)).reshape(B, K, G * T, H)
-  q_BKXH = q_BKXH.astype(keys_PKZH.dtype)
+  if key_pages.scale is None:
+    q_BKXH = q_BKXH.astype(key_pages.values.dtype)
   last = jnp.max(jnp.where(valid_BT, positions_BT, 0))
-
-  def gather(pool_PKZH, pages_BC):
-    blocks = jnp.swapaxes(pool_PKZH[pages_BC], 1, 2)  # [B, K, C, Z, H]
-    return blocks.reshape(B, K, C * size, H)
 
   def block(c, carry):
     best, total, out = carry
@@ -119,7 +175,7 @@ def _attend_rows(
     scores = jnp.einsum(
       'BKXH,BKSH->BKXS',
       q_BKXH,
-      gather(keys_PKZH, pages_BC),
+      layout.gather(key_pages, pages_BC),
       preferred_element_type=jnp.float32,
     )
     at_S = c * C * size + jnp.arange(C * size)
@@ -127,7 +183,7 @@ def _attend_rows(
     scores = scores.reshape(B, K, G, T, -1)
     scores = jnp.where(seen_BTS[:, None, None], scores, HIDDEN)
     # A weight of 0 does not hide what is not a number in a page's free part.
-    values = gather(values_PKZH, pages_BC)
+    values = layout.gather(value_pages, pages_BC)
     values = jnp.where(seen_BTS.any(axis=1)[:, None, :, None], values, 0)
     block_best, block_total, block_out = softmax_parts(
       scores.reshape(B, K, G * T, -1), values

@@ -60,6 +60,34 @@ def test_tokens_and_logprobs_do_not_depend_on_settings(lab, plain, settings):
   lab.assert_parity(results)
 
 
+@pytest.mark.parametrize(
+  'overrides',
+  [
+    {'kv_format': 'int8'},
+    pytest.param({'kv_format': 'int8', 'page_size': 16}, marks=slow),
+    pytest.param({'weight_format': 'int8'}, marks=slow),
+    pytest.param({'kv_format': 'int8', 'weight_format': 'int8'}, marks=slow),
+  ],
+)
+def test_quantised_generation_is_near_the_learner(lab, overrides):
+  """In company and preempted too, where nothing but rounding may change."""
+  engine = lab.engine(**overrides)
+  results = lab.run(engine, lab.mixture())
+  completions = list(results.values())
+  gaps = np.concatenate(
+    [
+      c.behavior_logprobs + c.kept_logmass - want
+      for c, want in zip(completions, lab.logprobs(completions))
+    ]
+  )
+  assert 1e-4 < np.abs(gaps).mean() < 0.1, np.abs(gaps).mean()
+  pages = lab.minimum(engine)
+  scheduler = lab.scheduler(engine)
+  again = lab.run(engine, lab.mixture(), scheduler=scheduler, pages=pages)
+  assert scheduler.preemptions > 0
+  lab.assert_equal(again, results)
+
+
 @slow
 def test_bfloat16_agrees_with_a_bfloat16_learner(lab):
   results = lab.run(lab.engine(dtype='bfloat16'), lab.mixture())

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_jax.generator.kv_layout import KVLayout, Pages
 from rl_jax.generator.paged_attention import attend_pages
 from rl_jax.generator.pages import TRASH_PAGE
 
@@ -20,7 +21,8 @@ LENGTHS = (13, 1, 19, 4)  # tokens of each row in the end
 
 @functools.partial(jax.jit)
 def _attend(table, positions, valid, q, k, v, keys, values):
-  return attend_pages(table, positions, valid)(q, k, v, (keys, values))
+  layout = KVLayout(str(keys.values.dtype))
+  return attend_pages(table, positions, valid, layout)(q, k, v, (keys, values))
 
 
 class Rows:
@@ -45,7 +47,13 @@ class Rows:
       self.table[b, :used], order = order[:used], order[used:]
     # What nobody wrote is not a number: it must never be looked at.
     shape = (num_pages, K, page_size, H)
-    self.cache = (np.full(shape, np.nan, dtype), np.full(shape, np.nan, dtype))
+    scale = None
+    if dtype == np.int8:
+      scale = np.full(shape[:-1], np.nan, np.float32)
+    fill = 0 if dtype == np.int8 else np.nan
+    self.cache = tuple(
+      Pages(np.full(shape, fill, dtype), scale) for _ in range(2)
+    )
 
   def append(self, start, count, width):
     """Attends `count[b]` tokens from `start[b]` on; results, rows of lists."""
@@ -110,9 +118,10 @@ def test_prefill_in_chunks_then_decode(page_size):
 def test_writes_reach_the_rows_own_places_only():
   rows = Rows(3)
   start, count = np.array([2, 0, 7, 0]), np.array([4, 1, 5, 0])
-  rows.cache = tuple(np.zeros_like(x) for x in rows.cache)
+  zeros = np.zeros_like(rows.cache[0].values)
+  rows.cache = (Pages(zeros, None), Pages(zeros.copy(), None))
   rows.append(start, count, width=5)
-  for cache, new in zip(rows.cache, (rows.k, rows.v)):
+  for (cache, _), new in zip(rows.cache, (rows.k, rows.v)):
     want = np.zeros_like(cache)
     for b in range(len(start)):
       for t in range(start[b], start[b] + count[b]):
@@ -135,7 +144,25 @@ def test_a_row_does_not_depend_on_its_neighbours():
 def test_bfloat16_pages():
   rows = Rows(3, dtype=jnp.bfloat16)
   rows.check(NONE, ALL, MAX_LENGTH, atol=0.03)
-  assert all(cache.dtype == jnp.bfloat16 for cache in rows.cache)
+  assert all(pages.values.dtype == jnp.bfloat16 for pages in rows.cache)
+
+
+@pytest.mark.parametrize('page_size', [1, 3, 16])
+def test_int8_pages(page_size):
+  """In chunks and at once alike: a token's scale is its own."""
+  rows, chunked = (Rows(page_size, dtype=np.int8) for _ in range(2))
+  whole = rows.append(NONE, ALL, MAX_LENGTH)
+  errors = [
+    np.abs(got - want[: len(got)]).max() for got, want in zip(whole, rows.want)
+  ]
+  assert 1e-3 < max(errors) < 0.05
+  for begin in range(0, MAX_LENGTH, 5):
+    count = np.clip(ALL - begin, 0, 5)
+    parts = chunked.append(np.minimum(begin, ALL - 1), count, width=5)
+    for b, part in enumerate(parts):
+      want = whole[b][begin : begin + len(part)]
+      np.testing.assert_allclose(part, want, atol=2e-6)
+  assert all(pages.values.dtype == np.int8 for pages in rows.cache)
 
 
 def test_decode_far_into_long_rows():
@@ -153,8 +180,9 @@ def test_decode_far_into_long_rows():
       values[table[b, t // size], :, t % size] = v[b, t]
   at, last = lengths[:, None] - 1, np.arange(B)
   new = (x[last, lengths - 1][:, None] for x in (k, v))
+  pages = (Pages(keys, None), Pages(values, None))
   out, _ = _attend(
-    table, at.astype(np.int32), np.ones((B, 1), bool), q, *new, keys, values
+    table, at.astype(np.int32), np.ones((B, 1), bool), q, *new, *pages
   )
   for b, length in enumerate(lengths):
     want = _dense(q[b], k[b, :length], v[b, :length])[0]

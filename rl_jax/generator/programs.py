@@ -1,0 +1,326 @@
+"""The compiled programs of the engine, one shape each.
+
+`prefill` (chunks of prompts into pages), `first` (first tokens), `decode`
+(several tokens of all slots) and `copy` (whole pages). They are functions of
+their arguments only; the engine keeps the state and decides what runs.
+`compile` builds them for devices that need not be here.
+
+Letters: S slots, R chunks of a prefill, C tokens of a chunk, W pages of a row,
+K stop ids, D model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rl_jax.generator.kv_layout import HeadsFirst, KVLayout, Pages
+from rl_jax.generator.paged_attention import attend_pages, tpu_kernel
+from rl_jax.generator.sampling import SlotSampling, sample
+from rl_jax.models.base import Model
+from rl_jax.types import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Keys of `config.generator`."""
+
+  num_slots: int = 64  # sequences decoded at once, per engine
+  page_size: int = 16  # tokens of a KV page
+  num_pages: int = 0  # pages of the pool, per engine; 0: all slots fit
+  steps_per_dispatch: int = 8  # tokens decoded per slot in one dispatch
+  prefill_tokens: int = 512  # prompt tokens of a prefill dispatch
+  prefill_chunk: int = 32  # of them, that one prompt takes at a time
+  dtype: str = 'float32'  # of weights and KV
+  weight_format: str = 'dtype'  # of matrices: dtype | int8, see quantize.py
+  kv_format: str = 'dtype'  # of KV: dtype | int8, see kv_layout.py
+  attention: str = 'auto'  # auto | xla_loop | pallas_tpu
+  unroll_layers: bool = True  # faster on CPU; False compiles faster
+  order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
+  on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      low = 0 if field.name == 'num_pages' else 1
+      if field.type == 'int' and value < low:
+        raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
+    if self.prefill_tokens % self.prefill_chunk:
+      raise ValueError(
+        f'generator.prefill_tokens={self.prefill_tokens}: must be a multiple '
+        f'of prefill_chunk={self.prefill_chunk}.'
+      )
+    legal = {
+      'dtype': ('float32', 'bfloat16'),
+      'weight_format': ('dtype', 'int8'),
+      'kv_format': ('dtype', 'int8'),
+      'attention': ('auto', 'xla_loop', 'pallas_tpu'),
+      'order': ('fifo', 'longest'),
+      'on_new_weights': ('keep', 'recompute', 'drain'),
+    }
+    for name, values in legal.items():
+      if getattr(self, name) not in values:
+        raise ValueError(
+          f'generator.{name}={getattr(self, name)!r}: must be one of {values}.'
+        )
+
+  @property
+  def prefill_rows(self) -> int:
+    """Chunks of a prefill dispatch, and prompts that may wait for slots."""
+    return self.prefill_tokens // self.prefill_chunk
+
+
+class Slots(NamedTuple):
+  """Host copy of the state of all slots; travels with each dispatch."""
+
+  table: np.ndarray  # [S, W] int32
+  last_token: np.ndarray  # [S] int32, drawn but not yet in the pages
+  position: np.ndarray  # [S] int32, of last_token
+  active: np.ndarray  # [S] bool
+  budget: np.ndarray  # [S] int32, tokens that may still be drawn
+  stop_ids: np.ndarray  # [S, K] int32, -1 where unused
+  temperature: np.ndarray  # [S] float32
+  top_k: np.ndarray  # [S] int32
+  top_p: np.ndarray  # [S] float32
+  min_p: np.ndarray  # [S] float32
+  key_ids: np.ndarray  # [S, 3] int32
+
+  @classmethod
+  def empty(cls, num_slots: int, width: int, num_stops: int) -> Slots:
+    S = num_slots
+    zeros, floats = np.zeros(S, np.int32), np.zeros(S, np.float32)
+    return cls(
+      np.zeros((S, width), np.int32),
+      zeros,
+      zeros.copy(),
+      np.zeros(S, bool),
+      zeros.copy(),
+      np.full((S, num_stops), -1, np.int32),
+      floats,
+      zeros.copy(),
+      floats + 1,
+      floats.copy(),
+      np.zeros((S, 3), np.int32),
+    )
+
+  def set_sampling(self, slot: int, request: Request, index: int) -> None:
+    s = request.sampling
+    self.temperature[slot] = s.temperature
+    self.top_k[slot], self.top_p[slot], self.min_p[slot] = (
+      s.top_k,
+      s.top_p,
+      s.min_p,
+    )
+    self.stop_ids[slot] = -1
+    self.stop_ids[slot, : len(s.stop_ids)] = s.stop_ids
+    self.key_ids[slot] = request.step, request.prompt.prompt_id, index
+
+  def sampling(self) -> SlotSampling:
+    return SlotSampling(
+      self.temperature, self.top_k, self.top_p, self.min_p, self.key_ids
+    )
+
+
+class Programs:
+  """The programs of one engine on one generation mesh.
+
+  Args:
+    num_pages: of the pool.
+    width: most pages of a sequence.
+    max_stop_ids: most stop ids of a request.
+  """
+
+  def __init__(
+    self,
+    model: Model,
+    mesh: Mesh,
+    config: Config,
+    *,
+    num_pages: int,
+    width: int,
+    max_stop_ids: int,
+  ):
+    self._model, self._config = model, config
+    self._width, self._max_stop_ids = width, max_stop_ids
+    dtype = 'int8' if config.kv_format == 'int8' else config.dtype
+    self._kernel = None
+    self._layout = KVLayout(dtype)
+    if _backend(config, mesh) == 'pallas_tpu':
+      self._layout = HeadsFirst(dtype, model.config.head_dim)
+      self._kernel = tpu_kernel(mesh)
+    self.caches = self._caches(mesh, num_pages)  # shapes and shardings
+    self._replicated = NamedSharding(mesh, PartitionSpec())
+    sharding = jax.tree.map(lambda x: x.sharding, self.caches)
+    out = (sharding, self._replicated)
+    self.prefill = jax.jit(
+      self._prefill_program, donate_argnums=1, out_shardings=out
+    )
+    self.decode = jax.jit(
+      self._decode_program, donate_argnums=1, out_shardings=out
+    )
+    self.copy = jax.jit(
+      self._copy_program, donate_argnums=0, out_shardings=sharding
+    )
+    self.first = jax.jit(self._first_program)
+
+  def new_caches(self) -> Any:
+    """Empty pages."""
+    return jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.caches
+    )
+
+  def compile(self, name: str, params: Any) -> jax.stages.Compiled:
+    """`prefill` or `decode`, compiled from shapes and shardings of `params`.
+
+    Nothing runs and no array is made: the mesh may be of a topology that is
+    not here.
+    """
+    config = self._config
+    R, C, S = config.prefill_rows, config.prefill_chunk, config.num_slots
+    ints = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+    slots = Slots.empty(S, self._width, self._max_stop_ids)
+    rest = {
+      'prefill': (ints(R, C), ints(R), ints(R), ints(R, self._width)),
+      'decode': (slots, np.int32(0)),
+    }[name]
+    program = getattr(self, name)
+    return program.lower(params, self.caches, *self._described(rest)).compile()
+
+  def _described(self, arguments: Any) -> Any:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=self._replicated
+      ),
+      arguments,
+    )
+
+  def _caches(self, mesh: Mesh, num_pages: int) -> Any:
+    """(keys, values) of each layer, or stacked."""
+    config, model = self._config, self._model.config
+    depth = 0 if config.unroll_layers else model.num_layers
+    pages = self._layout.pages(
+      mesh,
+      num_pages,
+      config.page_size,
+      model.num_kv_heads,
+      model.head_dim,
+      depth,
+    )
+    pair = (pages, pages)
+    return pair if depth else (pair,) * model.num_layers
+
+  def _prefill_program(self, params, caches, tokens, start, count, table):
+    offsets = jnp.arange(tokens.shape[1])[None]
+    valid = offsets < count[:, None]
+    # Padding repeats the row's last position, which is always in the table.
+    positions = start[:, None] + jnp.minimum(
+      offsets, jnp.maximum(count, 1)[:, None] - 1
+    )
+    attend = attend_pages(table, positions, valid, self._layout, self._kernel)
+    hidden, caches = self._model.hidden(
+      params, tokens, positions, attend, caches
+    )
+    last = jnp.maximum(count, 1) - 1
+    hidden_RD = jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0]
+    return caches, hidden_RD
+
+  def _copy_program(self, caches, source_S, target_S):
+    return jax.tree.map(
+      lambda pages: self._layout.copy(
+        pages, source_S, target_S, stacked=not self._config.unroll_layers
+      ),
+      caches,
+      is_leaf=lambda x: isinstance(x, Pages),
+    )
+
+  def _first_program(
+    self, params, hidden_RD, row_S, position_S, sampling, seed
+  ):
+    hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
+    logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
+    token, logprob, kept = sample(logits, position_S, sampling, seed)
+    return pack(token[:, None], logprob[:, None], kept[:, None])
+
+  def _decode_program(self, params, caches, slots: Slots, seed):
+    S, n = slots.active.shape[0], self._config.steps_per_dispatch
+    sampling = SlotSampling(
+      slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.key_ids
+    )
+
+    def unfinished(carry):
+      step, _, _, _, active, _, _ = carry
+      return (step < n) & jnp.any(active)
+
+    def decode(carry):
+      step, caches, last, position, active, budget, out = carry
+      attend = attend_pages(
+        slots.table,
+        position[:, None],
+        active[:, None],
+        self._layout,
+        self._kernel,
+      )
+      hidden, caches = self._model.hidden(
+        params, last[:, None], position[:, None], attend, caches
+      )
+      logits = self._model.logits(params, hidden)[:, 0]
+      token, logprob, kept = sample(logits, position + 1, sampling, seed)
+      tokens, logprobs, masses, counts = out
+      out = (
+        tokens.at[:, step].set(token),
+        logprobs.at[:, step].set(logprob),
+        masses.at[:, step].set(kept),
+        counts + active,
+      )
+      last = jnp.where(active, token, last)
+      position = position + active
+      budget = budget - active
+      stopped = jnp.any(token[:, None] == slots.stop_ids, axis=-1)
+      active = active & ~stopped & (budget > 0)
+      return step + 1, caches, last, position, active, budget, out
+
+    out = (
+      jnp.zeros((S, n), jnp.int32),
+      jnp.zeros((S, n), jnp.float32),
+      jnp.zeros((S, n), jnp.float32),
+      jnp.zeros(S, jnp.int32),
+    )
+    carry = (
+      jnp.int32(0),
+      caches,
+      jnp.asarray(slots.last_token),
+      jnp.asarray(slots.position),
+      jnp.asarray(slots.active),
+      jnp.asarray(slots.budget),
+      out,
+    )
+    _, caches, _, _, _, _, (tokens, logprobs, masses, counts) = (
+      jax.lax.while_loop(unfinished, decode, carry)
+    )
+    packed = pack(tokens, logprobs, masses)
+    return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
+
+
+def _backend(config: Config, mesh: Mesh) -> str:
+  platform = mesh.devices.flat[0].platform
+  fits = platform == 'tpu' and config.kv_format == 'dtype'
+  if config.attention == 'auto':
+    return 'pallas_tpu' if fits else 'xla_loop'
+  if config.attention == 'pallas_tpu' and not fits:
+    raise ValueError(
+      f"generator.attention='pallas_tpu' on {platform} with "
+      f'kv_format={config.kv_format!r}: it runs on TPU, with '
+      "kv_format='dtype'; 'xla_loop' runs everywhere."
+    )
+  return config.attention
+
+
+def pack(tokens, logprobs, masses) -> jax.Array:
+  """[S, 3n] int32: one array to read instead of three."""
+  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+  return jnp.concatenate([tokens, bits(logprobs), bits(masses)], axis=1)
