@@ -75,8 +75,9 @@ def _package(folder: str) -> ModuleType:
 
 def _legal(folder: str) -> str:
   return (
-    f'Legal: {", ".join(available(folder))}, or a dotted import path of your '
-    "own such as 'my_paper.mine'."
+    f'Legal: {", ".join(available(folder))}, or a module of your own by its '
+    "import path, which needs a dot ('my_paper.mine' for my_paper/mine.py) and "
+    'the folder above it in PYTHONPATH.'
   )
 
 

@@ -84,7 +84,7 @@ def test_an_unknown_plugin_lists_what_exists(folder, name, suggestion):
   message = str(raised.value)
   assert repr(name) in message and suggestion in message
   assert all(legal in message for legal in PLUGINS[folder])
-  assert 'a dotted import path of your own' in message
+  assert 'a module of your own by its import path' in message
   if 'Did you mean' not in suggestion:
     assert 'Did you mean' not in message
 

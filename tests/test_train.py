@@ -169,16 +169,17 @@ def lines(workdir, name='metrics'):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-TIMED = ('time', 'tokens_per_second')
+OF_A_PROCESS = ('time', 'tokens_per_second', 'compilations')
 
 
 def untimed(workdir):
-  """The lines of metrics.jsonl without what depends on the clock."""
+  """The lines of metrics.jsonl without what depends on the process."""
   return [
     {
       k: v
       for k, v in line.items()
-      if k not in TIMED and not k.startswith(('seconds/', 'utilisation/'))
+      if k not in OF_A_PROCESS
+      and not k.startswith(('seconds/', 'utilisation/'))
     }
     for line in lines(workdir)
   ]

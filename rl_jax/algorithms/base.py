@@ -118,7 +118,7 @@ def bind(algorithm: ModuleType, config: Any) -> Loss:
 
 
 def check_plugin(algorithm: ModuleType, config: Any) -> None:
-  """Tries a plugin on two rewards and on shapes alone; compiles nothing.
+  """Tries a plugin on two rewards and on 15 tokens; the model is not needed.
 
   Raises:
     ValueError: it does not keep the contract; says where.
@@ -150,6 +150,29 @@ def check_plugin(algorithm: ModuleType, config: Any) -> None:
         f'{where}: {name} has shape {found} for inputs of shape {shape.shape}: '
         f'must be one value for each token. {_CONTRACT}'
       )
+  if _mixes_tokens(bind(algorithm, config), shape.shape):
+    raise ValueError(
+      f'{where}: the loss of a token changes with other tokens of the array. '
+      'It is called on micro-batches of packed rows, so what it finds there '
+      'depends on packing and learner.rows_per_microbatch; use what belongs to '
+      f'the token only. {_CONTRACT}'
+    )
+
+
+def _mixes_tokens(loss: Loss, shape: tuple[int, int]) -> bool:
+  """Whether another value at the first token is seen by the others."""
+  rng = np.random.default_rng(0)
+  numbers = rng.standard_normal((len(LossInputs._fields) - 1, *shape))
+  mask, first = jnp.ones(shape), np.zeros(shape)
+  first[0, 0] = 1.0
+  with jax.default_device(jax.local_devices(backend='cpu')[0]):
+    before, after = (
+      np.asarray(
+        loss(LossInputs(*map(jnp.float32, x), loss_mask=mask))[0]
+      ).ravel()[1:]
+      for x in (numbers, numbers + first)
+    )
+  return not np.array_equal(before, after, equal_nan=True)
 
 
 # ---- Aggregation: the weight of a token, from the lengths of all sequences.

@@ -52,10 +52,11 @@ class Config:
 def schedule(config: Config, num_steps: int) -> optax.Schedule:
   """Learning rate of update 0, 1, ..., num_steps - 1."""
   warmup = config.warmup_steps
+  steps = 'sft.num_steps' if config.section == 'sft' else 'num_steps'
   if warmup >= num_steps > 0 and warmup > 0:
     raise ValueError(
       f'{config.section}.warmup_steps={warmup}: must be < the {num_steps} '
-      'steps that there are.'
+      f'steps that there are; lower it, or raise {steps}.'
     )
   peak, rest = config.learning_rate, max(num_steps - warmup, 1)
   after: optax.Schedule = {

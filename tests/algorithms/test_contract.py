@@ -172,6 +172,11 @@ def test_a_plugin_that_keeps_the_contract_passes_its_check(plugin_of, name):
       r"metric 'x' has shape \(\) for inputs of shape \(3, 5\)",
     ),
     ('loss', lambda i, c: (i.logprobs * c.nothing, {}), "no attribute 'noth"),
+    (
+      'loss',
+      lambda i, c: (i.logprobs * (i.advantages - i.advantages.mean()), {}),
+      'loss of a token changes with other tokens',
+    ),
   ],
 )
 def test_a_plugin_that_breaks_the_contract_is_told_where(
