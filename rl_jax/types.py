@@ -12,6 +12,7 @@ Letters in shapes: B rows, T tokens, G rollouts of a group.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -57,7 +58,10 @@ class SamplingParams:
   def __post_init__(self):
     checks = {
       'max_tokens': (self.max_tokens >= 1, '>= 1'),
-      'temperature': (self.temperature >= 0, '>= 0 (0 is greedy)'),
+      'temperature': (
+        0 <= self.temperature < math.inf,
+        '>= 0 (0 is greedy) and finite',
+      ),
       'top_k': (self.top_k >= 0, '>= 0 (0 keeps all tokens)'),
       'top_p': (0 < self.top_p <= 1, 'in (0, 1]'),
       'min_p': (0 <= self.min_p < 1, 'in [0, 1)'),

@@ -180,7 +180,7 @@ def test_keys_and_types(changes, message):
     ({'optimizer.decay': 'cos'}, r"optimizer\.decay='cos'"),
     ({'algorithm.truncated': 'drop'}, r"algorithm\.truncated='drop'"),
     ({'verifier.extract': 'first'}, r"verifier\.extract='first'"),
-    ({'service.num_workers': 0}, r'num_workers=0: must be positive'),
+    ({'service.num_workers': 0}, r'service\.num_workers=0: must be positive'),
     ({'prompts.template': 'Q:'}, r"template='Q:'.*must contain \{prompt\}"),
     # Sections that contradict each other.
     (

@@ -46,16 +46,18 @@ class Config:
 
   def __post_init__(self):
     if self.max_prompt_tokens < 1:
-      raise ValueError(f'prompts.{self.max_prompt_tokens=}: must be >= 1.')
+      raise ValueError(
+        f'prompts.max_prompt_tokens={self.max_prompt_tokens!r}: must be >= 1.'
+      )
     if _SLOT not in self.template:
       raise ValueError(
-        f'prompts.{self.template=}: must contain {_SLOT}, where the prompt of '
-        'a row goes.'
+        f'prompts.template={self.template!r}: must contain {_SLOT}, where '
+        'the prompt of a row goes.'
       )
     if self.system and not self.chat:
       raise ValueError(
-        f'prompts.{self.system=} needs chat=True; without a chat template, '
-        'write it into prompts.template.'
+        f'prompts.system={self.system!r} needs chat=True; without a chat '
+        'template, write it into prompts.template.'
       )
     for where in ('train', 'heldout'):
       for label, entry in getattr(self, where).items():

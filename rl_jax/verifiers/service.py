@@ -83,7 +83,10 @@ class ServiceConfig:
       ('max_pending', self.max_pending >= 1),
     ):
       if not legal:
-        raise ValueError(f'{name}={getattr(self, name)!r}: must be positive.')
+        value = getattr(self, name)
+        raise ValueError(
+          f'service.{name}={value!r}: must be positive and finite.'
+        )
 
 
 class VerifierService:

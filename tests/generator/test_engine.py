@@ -195,6 +195,7 @@ def test_every_sampling_parameter_is_honoured(lab):
     ('max_tokens', 0),
     ('temperature', -0.1),
     ('temperature', float('nan')),
+    ('temperature', float('inf')),
     ('top_k', -1),
     ('top_p', 0.0),
     ('top_p', 1.01),
