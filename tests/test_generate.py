@@ -111,7 +111,10 @@ def test_every_row_has_its_lines_in_order(whole):
   assert len({x['completion'] for x in lines if 'error' not in x}) > 10
 
 
-@pytest.mark.parametrize('cut', [150, 1000, -1])
+@pytest.mark.parametrize(
+  'cut',
+  [1000, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (150, -1))],
+)
 def test_it_goes_on_where_it_was_cut(cut, run, prompts, whole, out):
   out.write_bytes(whole[:cut])
   assert generate(tiny(), prompts, out, workdir=run) == len(BAD) + 1
