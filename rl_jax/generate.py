@@ -34,7 +34,11 @@ from rl_jax.prompts.tokenizer import Tokenizer, load_tokenizer
 from rl_jax.saving import Saves
 from rl_jax.types import Completion, Prompt, Request, SamplingParams
 
-_SECTIONS = ('seed', 'prompts', 'sampling', 'evaluation')  # shape the output
+# What shapes the output; the generator's sizes only in the last bits.
+_SECTIONS = (
+  *('seed', 'model', 'prompts'),
+  *('sampling', 'evaluation', 'generator'),
+)
 _WAITING = 4  # rows that wait for slots, in units of what fills all slots
 _SECONDS = 5.0  # between two lines of progress
 

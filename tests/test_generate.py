@@ -138,6 +138,8 @@ def test_another_call_does_not_go_on_with_the_file(
 ):
   with pytest.raises(ValueError, match=r'another config \(see .*about.json'):
     generate(tiny(evaluation__temperature=0.5), prompts, out, workdir=run)
+  with pytest.raises(ValueError, match=r'another config \(see .*about.json'):
+    generate(tiny(generator__kv_format='int8'), prompts, out, workdir=run)
   others = tmp_path / 'in.jsonl'
   others.write_text('{"prompt": "1+1="}\n')
   with pytest.raises(ValueError, match='another prompts_sha256 '):
