@@ -99,8 +99,6 @@ class MetricsWriter:
     for stem, file in self._files.items():
       os.fsync(file.fileno())
       ends[stem] = file.tell()
-    for events in self._events.values():
-      events.flush()
     return {**ends, 'next_steps': dict(self._next_steps)}
 
   def close(self) -> None:
@@ -129,17 +127,25 @@ class _TensorBoard:
     # Here, since importing them costs a second that `import rl_jax` must not.
     from tensorboard.compat.proto import event_pb2, summary_pb2
     from tensorboard.plugins.text import metadata
-    from tensorboard.summary.writer import event_file_writer
+    from tensorboard.summary.writer import record_writer
     from tensorboard.util import tensor_util
 
     self._event: Any = event_pb2  # its names are made at run time
     self._summary: Any = summary_pb2
     self._text_metadata = metadata.create_summary_metadata
     self._tensor = tensor_util.make_tensor_proto
-    self._writer = event_file_writer.EventFileWriter(str(directory))
+    # Readers take the files in the order of their names. TensorBoard's own
+    # names (second, process, counter without padding) do not keep that of a
+    # run that resumes within a second, so they are numbered here.
+    directory.mkdir(parents=True, exist_ok=True)
+    number = len(list(directory.glob('*tfevents*')))
+    path = directory / f'events.out.tfevents.{number:06d}'
+    self._writer = record_writer.RecordWriter(path.open('xb'))
+    self._add(0, file_version='brain.Event:2')
     # Readers drop what earlier files say of `first_step` and later steps.
     log = self._event.SessionLog
     self._add(first_step, session_log=log(status=log.START))
+    self.flush()
 
   def scalars(self, step: int, numbers: Mapping[str, int | float]) -> None:
     values = [
@@ -147,6 +153,7 @@ class _TensorBoard:
       for name, number in numbers.items()
     ]
     self._add(step, summary=self._summary.Summary(value=values))
+    self.flush()  # seen at once, and by whoever looks after a kill
 
   def text(self, step: int, tag: str, markdown: str) -> None:
     # A lone surrogate of model output is not UTF-8: shown as its escape.
@@ -157,6 +164,7 @@ class _TensorBoard:
       tensor=self._tensor(np.array(data, dtype=object)),
     )
     self._add(step, summary=self._summary.Summary(value=[value]))
+    self.flush()
 
   def flush(self) -> None:
     self._writer.flush()
@@ -165,9 +173,8 @@ class _TensorBoard:
     self._writer.close()
 
   def _add(self, step: int, **what: Any) -> None:
-    self._writer.add_event(
-      self._event.Event(step=step, wall_time=time.time(), **what)
-    )
+    event = self._event.Event(step=step, wall_time=time.time(), **what)
+    self._writer.write(event.SerializeToString())
 
 
 class Timeline:

@@ -180,6 +180,16 @@ def test_each_phase_counts_its_own_steps(tmp_path):
   assert read_events(tmp_path, 'sft').Tensors('sample')
 
 
+def test_events_of_runs_within_a_second_keep_their_order(tmp_path):
+  cursor = None
+  for value in range(12):
+    with open_writer(tmp_path, cursor) as writer:
+      cursor = cursor or writer.cursor() | {'next_steps': {'rl': 0}}
+      writer.scalars(0, {'loss': value})
+  scalars = read_events(tmp_path).Scalars('loss')
+  assert [(e.step, e.value) for e in scalars] == [(0, 11)]
+
+
 def test_cursor_counts_bytes_on_disk(tmp_path):
   with open_writer(tmp_path) as writer:
     assert writer.cursor() == {'metrics': 0, 'rollouts': 0, 'next_steps': {}}
