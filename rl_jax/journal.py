@@ -337,6 +337,11 @@ def check_config(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
   """ValueError if the workdir holds a run that this config cannot resume."""
   path = workdir / 'config.json'
   if not path.exists():
+    if any((workdir / 'checkpoints').glob('*/*')):
+      raise ValueError(
+        f'{workdir} has checkpoints but no config.json that says of which '
+        'run. Put it back, use another --workdir, or delete this one.'
+      )
     return
   old, new = _flat(_read_json(path)), _flat(_json(config))
   changed = [
@@ -349,6 +354,13 @@ def check_config(workdir: pathlib.Path, config: Mapping[str, Any]) -> None:
       f'{workdir} holds a run of another config ({"; ".join(changed)}). Use '
       'another --workdir, or delete this one. A resumed run may change '
       f'{", ".join(_CHANGEABLE)} only.'
+    )
+  decay = new.get('optimizer.decay', 'constant')
+  if decay != 'constant' and old.get('num_steps') != new.get('num_steps'):
+    raise ValueError(
+      f'num_steps: {old.get("num_steps")} -> {new.get("num_steps")}: with '
+      f'optimizer.decay={decay!r} the steps done had the learning rates of a '
+      'run of the old length. Keep num_steps, or use another --workdir.'
     )
 
 

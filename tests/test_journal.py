@@ -480,6 +480,24 @@ def test_a_workdir_that_is_new_takes_any_config(tmp_path):
   assert strict(tmp_path / 'new' / 'run' / 'config.json')['num_steps'] == 10
 
 
+def test_a_decaying_learning_rate_fixes_the_number_of_steps(tmp_path):
+  config = CONFIG | {'optimizer': {'decay': 'linear'}}
+  Journal(tmp_path, config, None).__exit__()
+  check_config(tmp_path, config)
+  with pytest.raises(
+    ValueError, match=r"num_steps: 10 -> 20: .*decay='linear'"
+  ):
+    check_config(tmp_path, config | {'num_steps': 20})
+
+
+def test_checkpoints_of_an_unknown_run_are_not_gone_on_with(tmp_path):
+  (tmp_path / 'checkpoints' / 'sft').mkdir(parents=True)
+  check_config(tmp_path, CONFIG)
+  (tmp_path / 'checkpoints' / 'rl' / '3').mkdir(parents=True)
+  with pytest.raises(ValueError, match=r'checkpoints but no config\.json'):
+    check_config(tmp_path, CONFIG)
+
+
 @pytest.mark.parametrize('text', ['', '{"num_steps": 1', '[1]', 'null'])
 def test_a_damaged_config_is_named(tmp_path, text):
   (tmp_path / 'config.json').write_text(text)

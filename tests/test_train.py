@@ -51,6 +51,10 @@ def check_answer(answer, config):
   pass
 
 def verify(completion, answer, config):
+  if config.mode == 'deaf':
+    return Verdict('fail', 0.0, 'whatever it is')
+  if config.mode == 'kind':
+    return Verdict('pass', 1.0, 'whatever it is')
   if completion == answer:
     return Verdict('pass', 1.0, 'right')
   if config.mode == 'same':
@@ -707,6 +711,56 @@ def test_a_run_may_grow(finished, tmp_path):
   assert again['tokens'][used] == grown['tokens'][used]
   assert again['params_sha256'] == summary['params_sha256']
   assert steps_with(tmp_path, 'reward') == list(range(STEPS))
+
+
+# ---- what the config says arrives where it is used
+
+
+def test_sampling_arrives_in_generator_learner_and_evaluation(
+  tmp_path, monkeypatch
+):
+  orders = []
+  generate = RolloutWorker.generate
+
+  def spy(self, prompts, num_samples, sampling, step, stop=None):
+    orders.append(
+      (step, num_samples, sampling.temperature, sampling.max_tokens)
+    )
+    return generate(self, prompts, num_samples, sampling, step, stop)
+
+  monkeypatch.setattr(RolloutWorker, 'generate', spy)
+  config = tiny(
+    num_steps=2,
+    sft__num_steps=0,
+    sampling__temperature=0.6,
+    sampling__top_p=0.9,
+    evaluation__temperature=0.0,
+    evaluation__max_tokens=2,
+    evaluation__every_steps=1,
+  )
+  summary = train(config, tmp_path)
+  gate, *evaluations = orders
+  assert gate == (0, SAMPLES, 0.6, 4)
+  assert evaluations == [(step, 1, 0.0, 2) for step in (0, 1, 2)]
+  # What the learner scores is what was sampled from.
+  assert 0 < summary['parity']['max'] <= 1e-5
+  rows = [x for x in lines(tmp_path, 'metrics') if 'update/ratio' in x]
+  assert len(rows) == 2
+  for row in rows:
+    assert row['update/ratio'] == pytest.approx(1, abs=1e-4)
+    assert row['update/ratio_max'] == pytest.approx(1, abs=1e-4)
+    assert row['update/clip_fraction'] == 0
+
+
+@pytest.mark.parametrize(
+  'mode, message', [('deaf', "'gold'"), ('kind', "'empty'")]
+)
+def test_a_verifier_that_cannot_tell_is_refused_at_start(
+  mode, message, tmp_path
+):
+  with pytest.raises(ValueError, match=message):
+    train(tiny(mode), tmp_path)
+  assert not (tmp_path / 'checkpoints').exists()
 
 
 # ---- bfloat16

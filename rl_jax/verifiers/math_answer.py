@@ -73,7 +73,8 @@ def verify(completion: str, answer: str | int, config: Config) -> Verdict:
     ValueError: the gold answer is no number; a completion never raises.
   """
   _, gold = _gold(answer)
-  text = _extract(completion[-config.max_chars :], config.extract)
+  tail = completion[-config.max_chars :].replace('\u2212', '-')
+  text = _extract(tail, config.extract)
   if not text or not (text := text.strip()):
     return Verdict('fail', 0.0, 'no answer found')
   number = parse(text)
@@ -147,7 +148,9 @@ _WORDS = re.compile(
 # Words behind a number that change its value, or join it to another one.
 _NOT_UNIT = re.compile(
   r'\b(?:and|or|not|to|of|mod|plus|minus|times|over|e|i|pi|sqrt|log|ln|sin|cos'
-  r'|tan|squared|cubed|factorial|half|halves|(?:third|fourth|fifth|tenth'
+  r'|tan|squared|cubed|factorial|half|halves|divided|multiplied|negative'
+  r'|point (?:zero|oh|one|two|three|four|five|six|seven|eight|nine)'
+  r'|(?:lakh|crore|third|fourth|fifth|tenth'
   r'|hundredth|thousandth|dozen|hundred|thousand|million|billion|trillion)s?)\b',
   re.ASCII | re.IGNORECASE,
 )

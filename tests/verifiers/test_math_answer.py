@@ -104,6 +104,10 @@ def test_numbers_are_exact(text, value):
     '10 x',
     r'3\mathrm{i}',
     '5 million',
+    '5 lakh',
+    '5 negative',
+    '5 divided by two',
+    '5 point five',
     r'5\text{ dozen}',
     '1/0',
     r'\frac{1}{0}',
@@ -228,6 +232,15 @@ def test_each_mode_looks_in_one_place():
     'whole': [],
     'last_number': ['8'],
   }
+
+
+@pytest.mark.parametrize('mode', math_answer.EXTRACT)
+def test_a_typographic_minus_is_a_minus(mode):
+  wrap = {'boxed': r'\boxed{%s}', 'hash': '#### %s'}.get(mode, '%s')
+  if mode in ('auto', 'last_number'):
+    wrap = 'The answer is %s.'
+  assert status(wrap % '\u22125', '-5', extract=mode) == 'pass'
+  assert status(wrap % '\u22125', '5', extract=mode) == 'fail'
 
 
 def test_only_the_end_of_a_long_completion_is_searched():
