@@ -109,6 +109,12 @@ def get_config() -> ConfigDict:
         top_k=0,  # 0: all
         top_p=1.0,  # 1: all
         min_p=0.0,  # 0: all
+        stop_strings=(),  # each ends a completion, and is not of its text
+        min_tokens=0,  # before which nothing ends a completion
+        repetition_penalty=1.0,  # 1: none; of prompt and completion
+        presence_penalty=0.0,  # 0: none; of tokens in the completion
+        frequency_penalty=0.0,  # 0: none; each time they are in it
+        logit_bias=(),  # (token id, added to its logit) pairs
         max_tokens=0,  # 0: as in sampling
         every_steps=0,  # 0: only before and after
       ),

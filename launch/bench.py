@@ -120,7 +120,8 @@ class Ours:
     import jax
 
     from rl_jax import meshes
-    from rl_jax.generator.engine import Config, Engine
+    from rl_jax.generator.engine import Engine
+    from rl_jax.generator.programs import Config, Limits
     from rl_jax.generator.quantize import Packing
     from rl_jax.generator.scheduler import Scheduler
     from rl_jax.models import base, weights
@@ -147,8 +148,7 @@ class Ours:
       model,
       plan.generation[0],
       Config(num_slots=slots, **config),
-      max_length=length,
-      max_stop_ids=2,
+      limits=Limits(length, stop_ids=2),
       seed=0,
     )
     self._scheduler = Scheduler(engine)

@@ -35,7 +35,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-  """Keys of `config.sampling`: how training samples; see SamplingParams."""
+  """Keys of `config.sampling`: how training samples; see SamplingParams.
+
+  Its fields that change the policy's own distribution are not among them.
+  """
 
   max_tokens: int = 64
   temperature: float = 1.0
@@ -223,7 +226,7 @@ def _check(s: Settings) -> None:
     )
   if not 0 <= s.run.seed < 2**31:
     raise ValueError(f'seed={s.run.seed}: must be in [0, 2**31).')
-  s.sampling_params(())
+  s.evaluation.sampling(s.sampling_params(()))
   if s.sampling.temperature == 0:
     raise ValueError(
       'sampling.temperature=0: greedy completions of a prompt are all the '

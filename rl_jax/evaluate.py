@@ -27,6 +27,12 @@ class Config:
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  stop_strings: tuple[str, ...] = ()
+  min_tokens: int = 0
+  repetition_penalty: float = 1.0
+  presence_penalty: float = 0.0
+  frequency_penalty: float = 0.0
+  logit_bias: tuple[tuple[int, float], ...] = ()
   max_tokens: int = 0  # of a completion; 0: as in training
   every_steps: int = 0  # 0: only before and after training
 
@@ -61,7 +67,7 @@ class Config:
         'evaluation.temperature=0 all samples of a prompt are the same; set '
         'it to 1, or a temperature > 0.'
       )
-    self.sampling(SamplingParams(max_tokens=1))
+    self.sampling(SamplingParams(max_tokens=max(1, self.min_tokens)))
 
   def is_due(self, step: int) -> bool:
     """Whether to evaluate after `step` learner steps, besides the start."""
@@ -81,6 +87,12 @@ class Config:
         top_k=self.top_k,
         top_p=self.top_p,
         min_p=self.min_p,
+        stop_strings=self.stop_strings,
+        min_tokens=self.min_tokens,
+        repetition_penalty=self.repetition_penalty,
+        presence_penalty=self.presence_penalty,
+        frequency_penalty=self.frequency_penalty,
+        logit_bias=self.logit_bias,
       )
     except ValueError as e:
       message = str(e).replace('sampling.', 'evaluation.', 1)

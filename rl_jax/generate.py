@@ -256,15 +256,12 @@ class _Batch:
       return [{**row.record, 'row': number, 'error': row.error}]
     lines = []
     for index, c in sorted(row.samples.items()):
-      stopped = c.finish_reason == 'stop'
       lines.append(
         {
           **row.record,
           'row': number,
           'sample': index,
-          'completion': self._tokenizer.decode(
-            c.tokens[: -1 if stopped else None]
-          ),
+          'completion': c.text(self._tokenizer.decode),
           'finish_reason': c.finish_reason,
           'num_tokens': len(c.tokens),
           'logprob': float(c.behavior_logprobs.sum(dtype='float64')),

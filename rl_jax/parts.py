@@ -17,6 +17,7 @@ from rl_jax import meshes
 from rl_jax.algorithms import base as algorithms
 from rl_jax.config import Settings
 from rl_jax.generator.engine import Engine
+from rl_jax.generator.programs import Limits
 from rl_jax.generator.quantize import Packing
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner import optimizer, sft
@@ -127,16 +128,22 @@ def generation(
   model = Model(_architecture(s, tokenizer))
   plan = meshes.MeshPlan.create(s.mesh, jax.devices())
   plan.check_params(model.specs())
+  sampling = s.evaluation.sampling(s.sampling_params(tokenizer.stop_ids))
+  limits = Limits(
+    length=s.max_length,
+    stop_ids=len(tokenizer.stop_ids),
+    logit_biases=len(sampling.logit_bias) if sampling.adjusted else None,
+  )
   schedulers = [
     Scheduler(
       Engine(
         model,
         mesh,
         s.generator,
-        max_length=s.max_length,
-        max_stop_ids=len(tokenizer.stop_ids),
+        limits=limits,
         seed=s.run.seed,
-      )
+      ),
+      tokenizer.decode,
     )
     for mesh in plan.generation
   ]

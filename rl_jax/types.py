@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +46,10 @@ class SamplingParams:
   `temperature=0` is greedy. The distribution is softmax(logits / temperature)
   cut to the top_k most likely tokens, then to the smallest set of mass
   >= top_p, then to tokens of at least min_p times the likeliest one.
+
+  The fields from `stop_strings` on are for evaluation and serving: training
+  samples from the policy itself. A stop string ends the completion with the
+  token that completes it; `Completion.text` leaves it out.
   """
 
   max_tokens: int  # completion tokens, the stop token included
@@ -54,6 +58,12 @@ class SamplingParams:
   top_p: float = 1.0  # 1: all
   min_p: float = 0.0  # 0: all
   stop_ids: tuple[int, ...] = ()  # any of them ends the completion
+  stop_strings: tuple[str, ...] = ()  # so does any of them in its text
+  min_tokens: int = 0  # completion tokens before which nothing ends it
+  repetition_penalty: float = 1.0  # 1: none; divides logits of tokens seen
+  presence_penalty: float = 0.0  # subtracted from logits of tokens drawn
+  frequency_penalty: float = 0.0  # as presence, each time a token was drawn
+  logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added) pairs
 
   def __post_init__(self):
     checks = {
@@ -66,6 +76,26 @@ class SamplingParams:
       'top_p': (0 < self.top_p <= 1, 'in (0, 1]'),
       'min_p': (0 <= self.min_p < 1, 'in [0, 1)'),
       'stop_ids': (all(i >= 0 for i in self.stop_ids), 'token ids >= 0'),
+      'stop_strings': (
+        isinstance(self.stop_strings, tuple)
+        and all(isinstance(x, str) and x for x in self.stop_strings),
+        'a tuple of strings that are not empty',
+      ),
+      'min_tokens': (
+        0 <= self.min_tokens <= self.max_tokens,
+        f'from 0 to max_tokens={self.max_tokens}',
+      ),
+      'repetition_penalty': (
+        0 < self.repetition_penalty < math.inf,
+        '> 0 (1 is none) and finite',
+      ),
+      'presence_penalty': (math.isfinite(self.presence_penalty), 'finite'),
+      'frequency_penalty': (math.isfinite(self.frequency_penalty), 'finite'),
+      'logit_bias': (
+        all(map(_is_bias, self.logit_bias))
+        and len(dict(self.logit_bias)) == len(self.logit_bias),
+        'pairs of a token id >= 0, each once, and a finite number',
+      ),
     }
     for name, (ok, legal) in checks.items():
       if not ok:
@@ -76,6 +106,39 @@ class SamplingParams:
   @property
   def truncated(self) -> bool:
     return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+  @property
+  def adjusted(self) -> bool:
+    """Whether logits are changed before temperature."""
+    changes = self.presence_penalty or self.frequency_penalty or self.min_tokens
+    return bool(changes or self.repetition_penalty != 1 or self.logit_bias)
+
+
+def _is_bias(pair: Any) -> bool:
+  try:
+    token, bias = pair
+    return type(token) is int and token >= 0 and math.isfinite(bias)
+  except (TypeError, ValueError):
+    return False
+
+
+def text_before_stop(
+  tokens: Sequence[int],
+  sampling: SamplingParams,
+  decode: Callable[[Sequence[int]], str],
+) -> str | None:
+  """The text up to the first stop string, None where there is none.
+
+  One that ends before `min_tokens` tokens is text like any other.
+  """
+  text = decode(tokens)
+  early = len(decode(tokens[: max(0, sampling.min_tokens - 1)]))
+  found = [
+    text.find(stop, max(0, early - len(stop) + 1))
+    for stop in sampling.stop_strings
+  ]
+  first = min((i for i in found if i >= 0), default=None)
+  return None if first is None else text[:first]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +158,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-  """What the generator returns for one sample; the stop token is included.
+  """What the generator returns for one sample; what stopped it is included.
 
   Example: Completion(request, 0, tokens=[7, 8, 2], ..., finish='stop')
   """
@@ -107,6 +170,17 @@ class Completion:
   kept_logmass: np.ndarray  # [T] float32, log mass kept by top-k/p, min-p
   policy_versions: np.ndarray  # [T] int32, of the weights that drew the token
   finish_reason: FinishReason
+
+  def text(self, decode: Callable[[Sequence[int]], str]) -> str:
+    """Decoded, without the stop token, or from the stop string on."""
+    tokens, sampling = self.tokens.tolist(), self.request.sampling
+    if self.finish_reason != 'stop':
+      return decode(tokens)
+    if tokens[-1] in sampling.stop_ids:
+      return decode(tokens[:-1])
+    text = text_before_stop(tokens, sampling, decode)
+    assert text is not None  # or it had not stopped
+    return text
 
 
 @dataclasses.dataclass(frozen=True)

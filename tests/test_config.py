@@ -7,7 +7,7 @@ import json
 import pytest
 from ml_collections import ConfigDict
 
-from rl_jax import config, resolve
+from rl_jax import config, evaluate, resolve
 from rl_jax.algorithms import grpo, rloo
 from rl_jax.prompts import arithmetic, reasoning_gym
 from rl_jax.types import SamplingParams
@@ -94,11 +94,32 @@ def test_lengths_hold_the_longest_of_training_and_evaluation(
   assert settings.max_length == length
 
 
-def test_sampling_has_every_parameter_but_the_stop_ids():
-  keys = {f.name: f.default for f in dataclasses.fields(config.Sampling)}
-  params = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
+def test_training_cannot_sample_from_anything_but_the_policy():
+  """Evaluation has every parameter; the tokeniser knows the stop ids."""
+  defaults = lambda cls: {f.name: f.default for f in dataclasses.fields(cls)}  # noqa: E731
+  params = defaults(SamplingParams)
   del params['stop_ids'], params['max_tokens']
-  assert keys == {'max_tokens': 64, **params}
+  assert defaults(evaluate.Config).items() >= params.items()
+  for name in (
+    *('stop_strings', 'min_tokens', 'logit_bias', 'repetition_penalty'),
+    *('presence_penalty', 'frequency_penalty'),
+  ):
+    del params[name]
+  assert defaults(config.Sampling) == {'max_tokens': 64, **params}
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('min_tokens', 65),
+    ('repetition_penalty', 0.0),
+    ('logit_bias', ((-1, 1.0),)),
+    ('stop_strings', ('',)),
+  ],
+)
+def test_evaluation_names_its_own_keys(name, value):
+  with pytest.raises(ValueError, match=f'evaluation.{name}=.*must be'):
+    config.settings(changed({f'evaluation.{name}': value}))
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ PASS = ('pass', 1.0, 'stop', 1)
 FAIL = ('fail', 0.0, 'stop', 1)
 
 
+@pytest.mark.parametrize(
+  'every, due', [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4])]
+)
+def test_when_evaluation_is_due(every, due):
+  config = evaluate.Config(every_steps=every)
+  assert [step for step in range(6) if config.is_due(step)] == due
+
+
 @pytest.mark.parametrize('n', [1, 2, 5, 7])
 def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n):
   for c, k in itertools.product(range(n + 1), range(1, n + 1)):

@@ -120,6 +120,18 @@ def test_the_example_of_a_completion():
     ({'min_p': -0.1}, r'sampling\.min_p=-0\.1: must be in \[0, 1\)'),
     ({'min_p': 1.0}, r'sampling\.min_p=1\.0: must be in \[0, 1\)'),
     ({'stop_ids': (2, -1)}, r'sampling\.stop_ids=\(2, -1\)'),
+    ({'stop_strings': ('a', '')}, r"stop_strings=\('a', ''\): must be a tuple"),
+    ({'stop_strings': 'abc'}, r"stop_strings='abc': must be a tuple"),
+    ({'min_tokens': 2}, r'min_tokens=2: must be from 0 to max_tokens=1'),
+    ({'min_tokens': -1}, r'min_tokens=-1: must be from 0'),
+    ({'repetition_penalty': 0}, r'repetition_penalty=0: must be > 0'),
+    ({'repetition_penalty': float('nan')}, r'repetition_penalty=nan'),
+    ({'presence_penalty': float('inf')}, r'presence_penalty=inf: must be fin'),
+    ({'frequency_penalty': float('nan')}, r'frequency_penalty=nan'),
+    ({'logit_bias': ((-1, 1.0),)}, r'logit_bias=.*pairs of a token id'),
+    ({'logit_bias': ((1, float('nan')),)}, r'logit_bias=.*finite number'),
+    ({'logit_bias': ((1, 1.0), (1, 2.0))}, r'logit_bias=.*each once'),
+    ({'logit_bias': (3,)}, r'logit_bias=\(3,\): must be pairs'),
   ],
 )
 def test_sampling_refuses(keys, message):
@@ -130,6 +142,63 @@ def test_sampling_refuses(keys, message):
 def test_sampling_takes_its_limits():
   SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0)
   SamplingParams(max_tokens=1, top_p=1e-9, min_p=0.999, stop_ids=(0,))
+
+
+@pytest.mark.parametrize(
+  'keys',
+  [
+    {'min_tokens': 1},
+    {'repetition_penalty': 1.1},
+    {'presence_penalty': -0.5},
+    {'frequency_penalty': 0.1},
+    {'logit_bias': ((0, 0.5),)},
+  ],
+  ids=str,
+)
+def test_sampling_knows_whether_it_adjusts_logits(keys):
+  assert SamplingParams(max_tokens=1, **keys).adjusted
+  assert not SamplingParams(max_tokens=1, top_k=3, stop_ids=(1,)).adjusted
+
+
+def _spell(tokens):
+  return ''.join('abcdefgh'[t] for t in tokens)
+
+
+@pytest.mark.parametrize(
+  'tokens, keys, text',
+  [
+    ([0, 1, 2], {'stop_strings': ('bc',)}, 'a'),
+    ([0, 1, 2], {'stop_strings': ('d',)}, None),
+    ([0, 1, 2, 3], {'stop_strings': ('d', 'cd', 'cde')}, 'ab'),  # the first
+    # The third token may be the last, so a string may end with it.
+    ([0, 1, 2], {'stop_strings': ('ab', 'bc'), 'min_tokens': 3}, 'a'),
+    ([0, 1, 0], {'stop_strings': ('ab',), 'min_tokens': 3}, None),
+    ([0, 1, 0, 1], {'stop_strings': ('ab',), 'min_tokens': 3}, 'ab'),
+  ],
+)
+def test_text_before_a_stop_string(tokens, keys, text):
+  sampling = SamplingParams(max_tokens=8, **keys)
+  assert types.text_before_stop(tokens, sampling, _spell) == text
+
+
+@pytest.mark.parametrize(
+  'tokens, finish, text',
+  [
+    ([0, 1, 7], 'stop', 'ab'),  # by the stop token
+    ([0, 3, 4], 'stop', 'a'),  # by the stop string
+    ([0, 1, 2], 'length', 'abc'),
+    ([0, 7], 'length', 'ah'),
+    ([], 'abort', ''),
+  ],
+)
+def test_the_text_of_a_completion(tokens, finish, text):
+  sampling = SamplingParams(max_tokens=3, stop_ids=(7,), stop_strings=('de',))
+  floats = np.zeros(len(tokens), np.float32)
+  completion = Completion(
+    Request(PROMPT, 1, sampling, 0),
+    *(0, np.int32(tokens), floats, floats, np.int32(tokens), finish),
+  )
+  assert completion.text(_spell) == text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rl_jax.generator.pages import PagePool
-from rl_jax.generator.programs import Config, Programs, Slots
+from rl_jax.generator.programs import Config, Limits, Programs, Slots
 from rl_jax.models.base import Model, Params
 from rl_jax.types import Request
 
@@ -65,8 +65,7 @@ class Engine:
     model: the learner's own model.
     mesh: axes (data=1, tensor).
     config: sizes.
-    max_length: longest prompt plus completion, in tokens.
-    max_stop_ids: most stop ids of a request.
+    limits: of requests.
     seed: of the run.
   """
 
@@ -76,28 +75,27 @@ class Engine:
     mesh: Mesh,
     config: Config,
     *,
-    max_length: int,
-    max_stop_ids: int,
+    limits: Limits,
     seed: int,
   ):
-    self.config, self.max_length = config, max_length
-    self.max_stop_ids = max_stop_ids
+    self.config, self.limits = config, limits
+    self.vocab_size = model.config.vocab_size
     self.policy_version = -1
     self._mesh = mesh
     self._seed = np.int32(seed)
     self._params: Params | None = None
-    self._width = -(-max_length // config.page_size)
+    self._width = -(-limits.length // config.page_size)
     smallest = 2 * self._width + 1
     full = (config.num_slots + config.prefill_rows) * self._width + 1
     self.num_pages = config.num_pages or full
     if self.num_pages < smallest:
       raise ValueError(
-        f'generator.num_pages={config.num_pages}: sequences of {max_length} '
-        f'tokens on pages of {config.page_size} need at least {smallest}; '
-        f'{full} never preempts, and is what 0 means.'
+        f'generator.num_pages={config.num_pages}: sequences of '
+        f'{limits.length} tokens on pages of {config.page_size} need at '
+        f'least {smallest}; {full} never preempts, and is what 0 means.'
       )
     self.pool = PagePool(self.num_pages)
-    self._slots = Slots.empty(config.num_slots, self._width, max_stop_ids)
+    self._slots = Slots.empty(config.num_slots, self._width, limits)
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
     self._noted: list[tuple[int, int]] = []  # page copies: source, target
     self._programs = Programs(
@@ -106,7 +104,7 @@ class Engine:
       config,
       num_pages=self.num_pages,
       width=self._width,
-      max_stop_ids=max_stop_ids,
+      limits=limits,
     )
     self._caches = self._programs.new_caches()
 
@@ -244,14 +242,20 @@ class Engine:
     slots.position[slot] = len(prefix.tokens)
     slots.budget[slot] = request.sampling.max_tokens - drawn
     slots.active[slot] = True
-    slots.set_sampling(slot, request, index)
+    tokens = [*prefix.tokens.tolist(), prefix.first[index].token]
+    slots.set_sampling(slot, request, index, tokens)
 
   def _advance(self, slot: int, drawn: list[Drawn]) -> None:
     slots = self._slots
+    if (adjustment := slots.sampling.adjustment) is not None:
+      length = int(slots.position[slot]) + 1
+      adjustment.history[slot, length : length + len(drawn)] = [
+        x.token for x in drawn
+      ]
     slots.position[slot] += len(drawn)
     slots.budget[slot] -= len(drawn)
     slots.last_token[slot] = drawn[-1].token
-    stopped = drawn[-1].token in slots.stop_ids[slot]
+    stopped = drawn[-1].token in slots.sampling.stop_ids[slot]
     slots.active[slot] = slots.budget[slot] > 0 and not stopped
 
   def _draw_first(
@@ -262,19 +266,19 @@ class Engine:
     wanted = [(r, p, i) for r, p in complete.items() for i in p.sample_indices]
     for begin in range(0, len(wanted), S):
       part = wanted[begin : begin + S]
-      state = Slots.empty(S, self._width, self._slots.stop_ids.shape[1])
+      state = Slots.empty(S, self._width, self.limits)
       row = np.zeros(S, np.int32)
       for s, (r, prefix, index) in enumerate(part):
         row[s] = r
         state.position[s] = len(prefix.tokens)
-        state.set_sampling(s, prefix.request, index)
+        state.set_sampling(s, prefix.request, index, prefix.tokens.tolist())
       packed = np.asarray(
         self._programs.first(
           self._params,
           hidden_RD,
           row,
           state.position,
-          state.sampling(),
+          state.sampling,
           self._seed,
         )
       )

@@ -6,12 +6,13 @@ their arguments only; the engine keeps the state and decides what runs.
 `compile` builds them for devices that need not be here.
 
 Letters: S slots, R chunks of a prefill, C tokens of a chunk, W pages of a row,
-K stop ids, D model.
+E logit biases, D model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.generator.kv_layout import HeadsFirst, KVLayout, Pages
 from rl_jax.generator.paged_attention import attend_pages, tpu_kernel
-from rl_jax.generator.sampling import SlotSampling, sample
+from rl_jax.generator.sampling import (
+  Adjustment,
+  Counts,
+  SlotSampling,
+  count,
+  sample,
+)
 from rl_jax.models.base import Model
 from rl_jax.types import Request
 
@@ -75,6 +82,16 @@ class Config:
     return self.prefill_tokens // self.prefill_chunk
 
 
+class Limits(NamedTuple):
+  """What the requests of an engine may ask for at most."""
+
+  length: int  # tokens of prompt and completion
+  stop_ids: int
+  # Logit biases of a request. None: none, no penalties and no `min_tokens`,
+  # and decoding does not spend time on counting tokens.
+  logit_biases: int | None = None
+
+
 class Slots(NamedTuple):
   """Host copy of the state of all slots; travels with each dispatch."""
 
@@ -83,47 +100,58 @@ class Slots(NamedTuple):
   position: np.ndarray  # [S] int32, of last_token
   active: np.ndarray  # [S] bool
   budget: np.ndarray  # [S] int32, tokens that may still be drawn
-  stop_ids: np.ndarray  # [S, K] int32, -1 where unused
-  temperature: np.ndarray  # [S] float32
-  top_k: np.ndarray  # [S] int32
-  top_p: np.ndarray  # [S] float32
-  min_p: np.ndarray  # [S] float32
-  key_ids: np.ndarray  # [S, 3] int32
+  sampling: SlotSampling
 
   @classmethod
-  def empty(cls, num_slots: int, width: int, num_stops: int) -> Slots:
+  def empty(cls, num_slots: int, width: int, limits: Limits) -> Slots:
     S = num_slots
-    zeros, floats = np.zeros(S, np.int32), np.zeros(S, np.float32)
-    return cls(
-      np.zeros((S, width), np.int32),
-      zeros,
-      zeros.copy(),
-      np.zeros(S, bool),
-      zeros.copy(),
-      np.full((S, num_stops), -1, np.int32),
-      floats,
-      zeros.copy(),
-      floats + 1,
-      floats.copy(),
-      np.zeros((S, 3), np.int32),
+    ints = lambda *shape: np.zeros((S, *shape), np.int32)  # noqa: E731
+    floats = lambda *shape: np.zeros((S, *shape), np.float32)  # noqa: E731
+    adjustment = None
+    if (E := limits.logit_biases) is not None:
+      adjustment = Adjustment(
+        repetition=floats() + 1,
+        presence=floats(),
+        frequency=floats(),
+        min_tokens=ints(),
+        bias_ids=ints(E),
+        biases=floats(E),
+        history=ints(limits.length),
+        num_prompt=ints(),
+      )
+    sampling = SlotSampling(
+      temperature=floats(),
+      top_k=ints(),
+      top_p=floats() + 1,
+      min_p=floats(),
+      key_ids=ints(3),
+      stop_ids=ints(limits.stop_ids) - 1,
+      adjustment=adjustment,
     )
+    return cls(ints(width), ints(), ints(), np.zeros(S, bool), ints(), sampling)
 
-  def set_sampling(self, slot: int, request: Request, index: int) -> None:
-    s = request.sampling
-    self.temperature[slot] = s.temperature
-    self.top_k[slot], self.top_p[slot], self.min_p[slot] = (
-      s.top_k,
-      s.top_p,
-      s.min_p,
-    )
-    self.stop_ids[slot] = -1
-    self.stop_ids[slot, : len(s.stop_ids)] = s.stop_ids
-    self.key_ids[slot] = request.step, request.prompt.prompt_id, index
-
-  def sampling(self) -> SlotSampling:
-    return SlotSampling(
-      self.temperature, self.top_k, self.top_p, self.min_p, self.key_ids
-    )
+  def set_sampling(
+    self, slot: int, request: Request, index: int, tokens: Sequence[int]
+  ) -> None:
+    """Of a slot whose prompt and completion so far are `tokens`."""
+    given, mine = request.sampling, self.sampling
+    mine.temperature[slot] = given.temperature
+    mine.top_k[slot] = given.top_k
+    mine.top_p[slot] = given.top_p
+    mine.min_p[slot] = given.min_p
+    mine.stop_ids[slot] = -1
+    mine.stop_ids[slot, : len(given.stop_ids)] = given.stop_ids
+    mine.key_ids[slot] = request.step, request.prompt.prompt_id, index
+    if (a := mine.adjustment) is not None:
+      a.repetition[slot] = given.repetition_penalty
+      a.presence[slot] = given.presence_penalty
+      a.frequency[slot] = given.frequency_penalty
+      a.min_tokens[slot] = given.min_tokens
+      a.biases[slot] = 0
+      for i, (token, bias) in enumerate(given.logit_bias):
+        a.bias_ids[slot, i], a.biases[slot, i] = token, bias
+      a.history[slot, : len(tokens)] = tokens
+      a.num_prompt[slot] = len(request.prompt.tokens)
 
 
 class Programs:
@@ -132,7 +160,6 @@ class Programs:
   Args:
     num_pages: of the pool.
     width: most pages of a sequence.
-    max_stop_ids: most stop ids of a request.
   """
 
   def __init__(
@@ -143,10 +170,10 @@ class Programs:
     *,
     num_pages: int,
     width: int,
-    max_stop_ids: int,
+    limits: Limits,
   ):
     self._model, self._config = model, config
-    self._width, self._max_stop_ids = width, max_stop_ids
+    self._width, self._limits = width, limits
     dtype = 'int8' if config.kv_format == 'int8' else config.dtype
     self._kernel = None
     self._layout = KVLayout(dtype)
@@ -183,7 +210,7 @@ class Programs:
     config = self._config
     R, C, S = config.prefill_rows, config.prefill_chunk, config.num_slots
     ints = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
-    slots = Slots.empty(S, self._width, self._max_stop_ids)
+    slots = Slots.empty(S, self._width, self._limits)
     rest = {
       'prefill': (ints(R, C), ints(R), ints(R), ints(R, self._width)),
       'decode': (slots, np.int32(0)),
@@ -243,21 +270,22 @@ class Programs:
   ):
     hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
     logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
-    token, logprob, kept = sample(logits, position_S, sampling, seed)
+    token, logprob, kept = sample(
+      logits, position_S, sampling, seed, self._count(sampling, position_S)
+    )
     return pack(token[:, None], logprob[:, None], kept[:, None])
 
   def _decode_program(self, params, caches, slots: Slots, seed):
     S, n = slots.active.shape[0], self._config.steps_per_dispatch
-    sampling = SlotSampling(
-      slots.temperature, slots.top_k, slots.top_p, slots.min_p, slots.key_ids
-    )
+    sampling = slots.sampling
+    slot_S = jnp.arange(S)
 
     def unfinished(carry):
-      step, _, _, _, active, _, _ = carry
+      step, active = carry[0], carry[4]
       return (step < n) & jnp.any(active)
 
     def decode(carry):
-      step, caches, last, position, active, budget, out = carry
+      step, caches, last, position, active, budget, seen, out = carry
       attend = attend_pages(
         slots.table,
         position[:, None],
@@ -269,7 +297,9 @@ class Programs:
         params, last[:, None], position[:, None], attend, caches
       )
       logits = self._model.logits(params, hidden)[:, 0]
-      token, logprob, kept = sample(logits, position + 1, sampling, seed)
+      token, logprob, kept = sample(logits, position + 1, sampling, seed, seen)
+      if seen is not None:
+        seen = seen._replace(drawn=seen.drawn.at[slot_S, token].add(active))
       tokens, logprobs, masses, counts = out
       out = (
         tokens.at[:, step].set(token),
@@ -280,9 +310,9 @@ class Programs:
       last = jnp.where(active, token, last)
       position = position + active
       budget = budget - active
-      stopped = jnp.any(token[:, None] == slots.stop_ids, axis=-1)
+      stopped = jnp.any(token[:, None] == sampling.stop_ids, axis=-1)
       active = active & ~stopped & (budget > 0)
-      return step + 1, caches, last, position, active, budget, out
+      return step + 1, caches, last, position, active, budget, seen, out
 
     out = (
       jnp.zeros((S, n), jnp.int32),
@@ -297,13 +327,19 @@ class Programs:
       jnp.asarray(slots.position),
       jnp.asarray(slots.active),
       jnp.asarray(slots.budget),
+      self._count(sampling, slots.position + 1),
       out,
     )
-    _, caches, _, _, _, _, (tokens, logprobs, masses, counts) = (
-      jax.lax.while_loop(unfinished, decode, carry)
-    )
+    _, caches, *_, out = jax.lax.while_loop(unfinished, decode, carry)
+    tokens, logprobs, masses, counts = out
     packed = pack(tokens, logprobs, masses)
     return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
+
+  def _count(self, sampling: SlotSampling, length_S: Any) -> Counts | None:
+    if sampling.adjustment is None:
+      return None
+    vocab = self._model.config.vocab_size
+    return count(sampling.adjustment, length_S, vocab)
 
 
 def _backend(config: Config, mesh: Mesh) -> str:

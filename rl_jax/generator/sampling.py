@@ -5,12 +5,13 @@ after temperature, after truncation, renormalised. The log of the mass that
 truncation kept is recorded beside it, so that `behavior + kept` is the
 log-probability under softmax(logits / temperature). Greedy sampling is a
 point mass: log-probability 0, and `kept` is the token's log-probability at
-temperature 1.
+temperature 1. Logit biases and penalties come before all that: with them the
+sum is not the model's own log-probability, so training does without them.
 
 The random number of a token depends on the run's seed and (step, prompt id,
 sample index, position) only: not on its slot, its neighbours or arrival.
 
-Letters: S slots, V vocab.
+Letters: S slots, V vocab, L longest sequence, K stop ids, E logit biases.
 """
 
 from __future__ import annotations
@@ -34,6 +35,70 @@ class SlotSampling(NamedTuple):
   top_p: Array  # [S] float32
   min_p: Array  # [S] float32
   key_ids: Array  # [S, 3] int32: step, prompt id, sample index
+  stop_ids: Array  # [S, K] int32, -1 where unused
+  adjustment: Adjustment | None  # of logits; None on engines without it
+
+
+class Adjustment(NamedTuple):
+  """What changes the logits of each slot; see `types.SamplingParams`."""
+
+  repetition: Array  # [S] float32
+  presence: Array  # [S] float32
+  frequency: Array  # [S] float32
+  min_tokens: Array  # [S] int32
+  bias_ids: Array  # [S, E] int32
+  biases: Array  # [S, E] float32, 0 where unused
+  history: Array  # [S, L] int32: prompt and completion
+  num_prompt: Array  # [S] int32, tokens of the prompt
+
+
+class Counts(NamedTuple):
+  """What a slot's sequence holds of each token."""
+
+  in_prompt: Array  # [S, V] bool
+  drawn: Array  # [S, V] int32
+
+
+def count(adjustment: Adjustment, length_S: Array, vocab: int) -> Counts:
+  """Of the first `length_S` tokens of each history."""
+  history_SL, prompt_S = adjustment.history, adjustment.num_prompt
+  S, L = history_SL.shape
+  at = jnp.arange(L)[None]
+  in_prompt_SL = at < prompt_S[:, None]
+  drawn_SL = ~in_prompt_SL & (at < length_S[:, None])
+  slot_S1 = jnp.arange(S)[:, None]
+  none_SV = jnp.zeros((S, vocab), jnp.int32)
+  in_prompt = none_SV.at[slot_S1, history_SL].max(in_prompt_SL.astype(int))
+  drawn = none_SV.at[slot_S1, history_SL].add(drawn_SL.astype(int))
+  return Counts(in_prompt > 0, drawn)
+
+
+def adjust(
+  logits_SV: jax.Array, counts: Counts, params: SlotSampling, length_S: Array
+) -> jax.Array:
+  """Biases, then penalties, then no stop before `min_tokens`.
+
+  The repetition penalty is that of CTRL (Keskar et al. 2019, section 4.1),
+  over prompt and completion; presence and frequency penalties are those of
+  OpenAI's API, over the completion.
+  """
+  a = params.adjustment
+  assert a is not None
+  slot_S1 = jnp.arange(logits_SV.shape[0])[:, None]
+  logits = logits_SV.at[slot_S1, a.bias_ids].add(a.biases)
+  repetition_S1 = a.repetition[:, None]
+  punished = jnp.where(
+    logits > 0, logits / repetition_S1, logits * repetition_S1
+  )
+  logits = jnp.where(counts.in_prompt | (counts.drawn > 0), punished, logits)
+  logits -= a.frequency[:, None] * counts.drawn
+  logits -= a.presence[:, None] * (counts.drawn > 0)
+  early_S1 = (length_S - a.num_prompt < a.min_tokens)[:, None]
+  unused = logits_SV.shape[1]  # beyond the end: dropped
+  held_back_SK = jnp.where(
+    early_S1 & (params.stop_ids >= 0), params.stop_ids, unused
+  )
+  return logits.at[slot_S1, held_back_SK].set(-jnp.inf, mode='drop')
 
 
 def sample(
@@ -41,18 +106,22 @@ def sample(
   positions_S: jax.Array,
   params: SlotSampling,
   seed: jax.Array,
+  counts: Counts | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Draws the token at `positions_S` of each slot.
 
   Args:
-    logits_SV: float32, before temperature.
+    logits_SV: float32, of the model.
     positions_S: int32, position that the drawn token takes.
     params: of each slot.
     seed: int32 scalar, of the run.
+    counts: of the tokens before it, where `params` adjust the logits.
 
   Returns:
     tokens [S] int32, behavior log-probs [S] and kept log-mass [S] float32.
   """
+  if counts is not None:
+    logits_SV = adjust(logits_SV, counts, params, positions_S)
   greedy_S = params.temperature == 0
   temperature_S = jnp.where(greedy_S, 1.0, params.temperature)
   logprobs_SV = jax.nn.log_softmax(logits_SV / temperature_S[:, None], axis=-1)

@@ -25,13 +25,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rl_jax.generator.engine import Drawn, Engine, Prefix
 from rl_jax.generator.pages import OutOfPages
-from rl_jax.types import Completion, FinishReason, Request
+from rl_jax.types import (
+  Completion,
+  FinishReason,
+  Request,
+  text_before_stop,
+)
 
 _Age = tuple[int, int]  # (order of submission, sample index)
 _NEWEST = 0.25  # weight of the newest completion in a row's mean length
@@ -48,6 +54,7 @@ class _Sample:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   kept: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  stopped_by_text: bool = False
 
   def append(self, drawn: Drawn, version: int) -> None:
     self.tokens.append(drawn.token)
@@ -56,7 +63,8 @@ class _Sample:
     self.versions.append(version)
 
   def finish_reason(self) -> FinishReason | None:
-    if self.tokens[-1] in self.request.sampling.stop_ids:
+    stopped = self.tokens[-1] in self.request.sampling.stop_ids
+    if stopped or self.stopped_by_text:
       return 'stop'
     if len(self.tokens) >= self.request.sampling.max_tokens:
       return 'length'
@@ -99,10 +107,16 @@ class _Held:
 
 
 class Scheduler:
-  """Runs requests on one engine."""
+  """Runs requests on one engine.
 
-  def __init__(self, engine: Engine):
-    self.engine = engine
+  Args:
+    decode: text of tokens; only stop strings need it.
+  """
+
+  def __init__(
+    self, engine: Engine, decode: Callable[[Sequence[int]], str] | None = None
+  ):
+    self.engine, self._decode = engine, decode
     self.tokens_generated = 0  # drawn so far, preempted ones counted once
     self.preemptions = 0
     self._order = 0
@@ -141,13 +155,13 @@ class Scheduler:
     Raises:
       ValueError: the request can never run on this engine.
     """
-    engine, sampling = self.engine, request.sampling
+    limits, sampling = self.engine.limits, request.sampling
     length = len(request.prompt.tokens) + sampling.max_tokens
-    if length > engine.max_length:
+    if length > limits.length:
       raise ValueError(
         f'{request.prompt.row}: prompt of {len(request.prompt.tokens)} tokens '
         f'+ max_tokens={sampling.max_tokens} = {length}, more than the '
-        f"engine's {engine.max_length}; lower max_tokens or "
+        f"engine's {limits.length}; lower max_tokens or "
         'prompts.max_prompt_tokens.'
       )
     if len(request.prompt.tokens) == 0 or request.num_samples < 1:
@@ -155,10 +169,31 @@ class Scheduler:
         f'{request.prompt.row}: needs a prompt of at least one token and '
         f'num_samples >= 1, got {request.num_samples}.'
       )
-    if len(sampling.stop_ids) > engine.max_stop_ids:
+    if len(sampling.stop_ids) > limits.stop_ids:
       raise ValueError(
         f'{len(sampling.stop_ids)} stop ids, the engine takes at most '
-        f'{engine.max_stop_ids}.'
+        f'{limits.stop_ids}.'
+      )
+    if sampling.adjusted and limits.logit_biases is None:
+      raise ValueError(
+        'min_tokens, penalties and logit_bias: this engine was built without; '
+        'give its `limits` a number of `logit_biases`.'
+      )
+    if len(sampling.logit_bias) > (limits.logit_biases or 0):
+      raise ValueError(
+        f'{len(sampling.logit_bias)} logit biases, the engine takes at most '
+        f'{limits.logit_biases}.'
+      )
+    vocab = self.engine.vocab_size
+    if max((i for i, _ in sampling.logit_bias), default=0) >= vocab:
+      raise ValueError(
+        f'sampling.logit_bias={sampling.logit_bias}: token ids go from 0 to '
+        f'{vocab - 1}.'
+      )
+    if sampling.stop_strings and self._decode is None:
+      raise ValueError(
+        f'sampling.stop_strings={sampling.stop_strings}: this scheduler was '
+        'made without `decode`, which they need.'
       )
     order, self._order = self._order, self._order + 1
     samples = [
@@ -183,8 +218,9 @@ class Scheduler:
       for slot, drawn in self.engine.generate().items():
         sample = self._running[slot]
         for token in drawn:
-          self._append(sample, token, version)
-        if not self.engine.is_active(slot):
+          if not sample.stopped_by_text:
+            self._append(sample, token, version)
+        if sample.stopped_by_text or not self.engine.is_active(slot):
           self._running.pop(slot)
           self.engine.free(slot)
           done.append(_completion(sample))
@@ -364,6 +400,11 @@ class Scheduler:
   def _append(self, sample: _Sample, drawn: Drawn, version: int) -> None:
     sample.append(drawn, version)
     self.tokens_generated += 1
+    sampling = sample.request.sampling
+    if sampling.stop_strings:
+      assert self._decode is not None  # or `submit` had refused it
+      text = text_before_stop(sample.tokens, sampling, self._decode)
+      sample.stopped_by_text = text is not None
 
 
 def _completion(

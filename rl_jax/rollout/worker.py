@@ -64,7 +64,7 @@ class Job:
   """Strings in, strings out: how completions become verdicts."""
 
   take_prompts: Callable[[int], list[Prompt]]
-  decode: Callable[[np.ndarray], str]
+  decode: Callable[[Sequence[int]], str]
   verify: Callable[[str, Any], Future[Verdict]]
 
 
@@ -346,10 +346,7 @@ class RolloutWorker:
       self._verify(completion)
 
   def _verify(self, completion: Completion) -> None:
-    tokens = completion.tokens
-    if completion.finish_reason == 'stop':
-      tokens = tokens[:-1]
-    text = self._job.decode(tokens)
+    text = completion.text(self._job.decode)
     future = self._job.verify(text, completion.request.prompt.answer)
     future.add_done_callback(lambda f: self._verified(completion, text, f))
 

@@ -14,11 +14,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
-from rl_jax.generator.engine import Config, Engine
+from rl_jax.generator.engine import Engine
+from rl_jax.generator.programs import Config, Limits
 from rl_jax.generator.quantize import Packing
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner.logprobs import token_logprobs
 from rl_jax.models import base
+from rl_jax.models.attention import segment_attention
 from rl_jax.types import Prompt, Request, SamplingParams
 
 MAX_LENGTH, MAX_STOP_IDS = 32, 3
@@ -43,14 +45,20 @@ class Lab:
   # ---- engines
 
   def engine(
-    self, *, tensor=1, on_new_weights='keep', order='fifo', **overrides
+    self,
+    *,
+    tensor=1,
+    on_new_weights='keep',
+    order='fifo',
+    logit_biases=None,
+    **overrides,
   ) -> Engine:
     """The engine of BASE with other settings; compiled at most once."""
     config = dataclasses.replace(BASE, **overrides)
-    engine = _engine(tensor, config)
+    engine = _engine(tensor, config, logit_biases)
     if engine.pool.num_free < engine.num_pages - 1:  # left by a failed test
       _engine.cache_clear()
-      engine = _engine(tensor, config)
+      engine = _engine(tensor, config, logit_biases)
     # Read by the scheduler only, so they need no other program.
     engine.config = dataclasses.replace(
       config, on_new_weights=on_new_weights, order=order
@@ -65,9 +73,9 @@ class Lab:
     """Parameters of `stacked(seed)` as this engine takes them."""
     return _weights(engine, seed)
 
-  def scheduler(self, engine: Engine, seed: int = 0) -> Scheduler:
+  def scheduler(self, engine: Engine, seed: int = 0, decode=None) -> Scheduler:
     """A new scheduler with the weights of `seed`, version `seed`."""
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(engine, decode)
     scheduler.offer_params(self.weights(engine, seed), seed)
     return scheduler
 
@@ -179,6 +187,12 @@ class Lab:
         scored.append(np.asarray(rows[b, start : start + len(c.tokens)]))
     return scored
 
+  def logits(self, tokens):
+    """[T, V] of one sequence, by the model without pages."""
+    padded = np.zeros((1, MAX_LENGTH), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_logits(stacked(0), padded))[0, : len(tokens)]
+
   def rows(self, completions):
     """Prompt and completion of each, padded: (tokens, segment ids)."""
     tokens = np.zeros((ROWS, MAX_LENGTH), np.int32)
@@ -210,14 +224,13 @@ def stacked(seed: int):
 
 
 @functools.cache
-def _engine(tensor: int, config: Config) -> Engine:
+def _engine(tensor: int, config: Config, logit_biases: int | None) -> Engine:
   devices = np.array(jax.devices()[:tensor]).reshape(1, tensor)
   return Engine(
     MODEL,
     Mesh(devices, ('data', 'tensor')),
     config,
-    max_length=MAX_LENGTH,
-    max_stop_ids=MAX_STOP_IDS,
+    limits=Limits(MAX_LENGTH, MAX_STOP_IDS, logit_biases),
     seed=0,
   )
 
@@ -245,6 +258,14 @@ def _weights(engine: Engine, seed: int):
 
 
 @jax.jit
+def _logits(params, tokens):
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  attend = segment_attention(jnp.ones_like(tokens))
+  hidden, _ = MODEL.hidden(params, tokens, positions, attend)
+  return MODEL.logits(params, hidden)
+
+
+@jax.jit
 def _score(params, tokens, segments, positions, mask, temperature):
   return token_logprobs(
     MODEL, params, tokens, segments, positions, mask, temperature, chunk=8
@@ -262,8 +283,9 @@ def _checked(requests, done):
     assert 1 <= number <= sampling.max_tokens
     stops = np.isin(c.tokens, sampling.stop_ids)
     assert not stops[:-1].any(), 'went on after a stop token'
-    assert (c.finish_reason == 'stop') == stops[-1]
-    assert stops[-1] or number == sampling.max_tokens
+    if not sampling.stop_strings:
+      assert (c.finish_reason == 'stop') == stops[-1]
+    assert c.finish_reason == 'stop' or number == sampling.max_tokens
     for values in (c.behavior_logprobs, c.kept_logmass, c.policy_versions):
       assert len(values) == number
     assert (np.diff(c.policy_versions) >= 0).all()

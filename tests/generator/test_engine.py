@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rl_jax.generator.engine import Config, Engine
+from rl_jax.generator.engine import Engine
 from rl_jax.generator.pages import OutOfPages
+from rl_jax.generator.programs import Config, Limits
 from rl_jax.models.attention import segment_attention
 from rl_jax.types import SamplingParams
 
@@ -159,13 +160,19 @@ def test_out_of_pages_changes_nothing(lab):
 # ---- sampling parameters
 
 
-CHANGES = {  # what each field changes; the last four tell the greedy tokens
+CHANGES = {  # what each field changes; four of them tell the greedy tokens
   'max_tokens': 5,
   'stop_ids': None,  # the third token
   'temperature': 0.0,
   'top_k': 1,
   'top_p': 1e-6,
   'min_p': 0.9999,
+  'min_tokens': 9,
+  'logit_bias': ((9, 1e3),),
+  'repetition_penalty': 5.0,
+  'presence_penalty': 9.0,
+  'frequency_penalty': 9.0,
+  'stop_strings': ('3',),
 }
 
 
@@ -174,7 +181,9 @@ def test_every_sampling_parameter_is_honoured(lab):
 
   def tokens(**sampling):
     request = lab.request(length=4, **sampling)
-    (completion,) = lab.run(lab.engine(), [request]).values()
+    engine = lab.engine(logit_biases=2)
+    scheduler = lab.scheduler(engine, decode=str)
+    (completion,) = lab.run(engine, [request], scheduler=scheduler).values()
     return completion.tokens.tolist()
 
   plain = tokens()
@@ -187,6 +196,15 @@ def test_every_sampling_parameter_is_honoured(lab):
     assert tokens(**{name: CHANGES[name]}) == greedy, name
   assert tokens(temperature=1e-3) == greedy
   assert tokens(temperature=3.0) not in (plain, greedy)
+  # What these do exactly is for the scheduler's tests.
+  late = tokens(stop_ids=(63, plain[2]), min_tokens=CHANGES['min_tokens'])
+  assert len(late) >= 9 and not {63, plain[2]} & set(late[:8])
+  assert tokens(logit_bias=CHANGES['logit_bias']) == [9] * 15
+  for name in ('repetition', 'presence', 'frequency'):
+    penalised = tokens(**{f'{name}_penalty': CHANGES[f'{name}_penalty']})
+    assert len(set(penalised)) > len(set(plain)), name
+  first = next(i for i, token in enumerate(plain) if '3' in str(token))
+  assert tokens(stop_strings=CHANGES['stop_strings']) == plain[: first + 1]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +398,6 @@ def test_a_pool_too_small_for_two_sequences_says_how_many_are_needed(lab):
       lab.model,
       engine._mesh,
       config,
-      max_length=32,
-      max_stop_ids=3,
+      limits=Limits(32, stop_ids=3),
       seed=0,
     )

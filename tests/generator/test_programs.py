@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rl_jax import meshes
 from rl_jax.generator.kv_layout import HeadsFirst, Pages
 from rl_jax.generator.paged_attention import attend_pages, tpu_kernel
-from rl_jax.generator.programs import Config, Programs
+from rl_jax.generator.programs import Config, Limits, Programs
 from rl_jax.generator.quantize import Packing
 from rl_jax.models import base
 
@@ -98,7 +98,12 @@ def test_llama3_8b_compiles_for_tpu_and_fits(topology):
   for name, (gib, whats) in chips.items():
     mesh = topology(name)
     programs = Programs(
-      model, mesh, config, num_pages=64 * 16 + 1, width=16, max_stop_ids=4
+      model,
+      mesh,
+      config,
+      num_pages=64 * 16 + 1,
+      width=16,
+      limits=Limits(2048, stop_ids=4),
     )
     params = _abstract_params(model, mesh, Packing())
     for what in whats:
@@ -161,5 +166,5 @@ def test_the_tpu_kernel_is_refused_elsewhere():
       Config(attention='pallas_tpu'),
       num_pages=9,
       width=4,
-      max_stop_ids=1,
+      limits=Limits(64, stop_ids=1),
     )

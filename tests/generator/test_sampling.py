@@ -28,6 +28,8 @@ def _draw(logits, positions=0, seed=7, step=1, prompt=2, index=None, **params):
     top_p=each(params.get('top_p', 1), np.float32),
     min_p=each(params.get('min_p', 0), np.float32),
     key_ids=np.stack([each(x, np.int32) for x in (step, prompt, index)], 1),
+    stop_ids=np.full((S, 1), -1, np.int32),
+    adjustment=None,
   )
   logits = np.broadcast_to(np.asarray(logits, np.float32), (S, V))
   out = _sample(logits, each(positions, np.int32), slots, np.int32(seed))
@@ -253,3 +255,67 @@ def test_zero_weight_is_not_drawn_where_sums_round_unevenly(monkeypatch):
       near = np.nextafter(uniform, np.float32(direction))
       token = np.asarray(draw(weights, np.minimum(near, ALMOST_ONE)))
       assert (weights[np.arange(512), token] > 0).all()
+
+
+def _adjusted(logits, prompt, drawn, a, stop_ids):
+  """By hand, token by token, of one slot."""
+  logits = np.array(logits, np.float64)
+  for token, bias in a['logit_bias']:
+    logits[token] += bias
+  for token in {*prompt, *drawn}:
+    above = logits[token] > 0
+    logits[token] *= 1 / a['repetition'] if above else a['repetition']
+  for token in drawn:
+    logits[token] -= a['frequency']
+  for token in set(drawn):
+    logits[token] -= a['presence']
+  if len(drawn) < a['min_tokens']:
+    logits[list(stop_ids)] = -np.inf
+  return logits
+
+
+def test_adjusted_logits_are_those_worked_out_by_hand():
+  """Slots of all lengths; what lies behind a history's end is not counted."""
+  rng = np.random.default_rng(1)
+  slots, vocab, longest = 12, 40, 20
+  logits = rng.normal(0, 3, (slots, vocab)).astype(np.float32)
+  history = rng.integers(0, 6, (slots, longest)).astype(np.int32)
+  num_prompt = rng.integers(1, 9, slots).astype(np.int32)
+  length = (num_prompt + rng.integers(0, 9, slots)).astype(np.int32)
+  numbers = {
+    'repetition': rng.uniform(0.5, 2, slots),
+    'presence': rng.uniform(-1, 2, slots),
+    'frequency': rng.uniform(-1, 2, slots),
+  }
+  floats = {k: x.astype(np.float32) for k, x in numbers.items()}
+  min_tokens = rng.integers(0, 9, slots).astype(np.int32)
+  stop_ids = np.tile(np.int32([3, 30, -1]), (slots, 1))
+  bias_ids = np.tile(np.int32([4, 31, 0]), (slots, 1))
+  biases = np.tile(np.float32([1.5, -np.float32(2), 0]), (slots, 1))
+  adjustment = sampling.Adjustment(
+    **floats,
+    min_tokens=min_tokens,
+    bias_ids=bias_ids,
+    biases=biases,
+    history=history,
+    num_prompt=num_prompt,
+  )
+  zeros = np.zeros(slots, np.float32)
+  params = SlotSampling(zeros, zeros, zeros, zeros, zeros, stop_ids, adjustment)
+
+  @jax.jit
+  def adjust(logits, params, length):
+    counts = sampling.count(params.adjustment, length, vocab)
+    return sampling.adjust(logits, counts, params, length)
+
+  got = np.asarray(adjust(logits, params, length))
+  early = 0
+  for s in range(slots):
+    a = {name: float(x[s]) for name, x in floats.items()}
+    a |= {'min_tokens': min_tokens[s], 'logit_bias': [(4, 1.5), (31, -2)]}
+    prompt = history[s, : num_prompt[s]].tolist()
+    drawn = history[s, num_prompt[s] : length[s]].tolist()
+    want = _adjusted(logits[s], prompt, drawn, a, [3, 30])
+    early += np.isneginf(want).any()
+    np.testing.assert_allclose(got[s], want, rtol=1e-5, atol=1e-5)
+  assert 0 < early < slots

@@ -434,3 +434,115 @@ def test_an_idle_engine_takes_weights_at_once(lab, policy):
   assert scheduler.policy_version == 7
   assert not scheduler.awaits_params
   assert scheduler.idle
+
+
+# ---- stop strings, penalties, biases
+
+
+def _spell(tokens):
+  """Two characters a token: every other boundary is inside a token."""
+  return ''.join(f'{t:02d}' for t in tokens)
+
+
+def _wanted(completion, stop):
+  """How many tokens complete the first `stop` in a longer completion."""
+  for n in range(len(completion.tokens) + 1):
+    if stop in _spell(completion.tokens[:n]):
+      return n
+  return None
+
+
+@pytest.mark.parametrize('pages', [0, 16])
+def test_a_stop_string_cuts_what_would_have_come_without_it(lab, pages):
+  engine = lab.engine()
+  whole = lab.run(engine, [lab.request(i, 3 + i, 2) for i in range(6)])
+  stop = '1'
+  requests = [
+    lab.request(i, 3 + i, 2, stop_strings=(stop, 'never')) for i in range(6)
+  ]
+  scheduler = lab.scheduler(engine, decode=_spell)
+  results = lab.run(engine, requests, scheduler=scheduler, pages=pages)
+  cut = 0
+  for key, c in results.items():
+    n = _wanted(whole[key], stop)
+    np.testing.assert_array_equal(c.tokens, whole[key].tokens[:n])
+    assert c.finish_reason == ('length' if n is None else 'stop')
+    assert stop not in c.text(_spell)
+    cut += n is not None and n < len(whole[key].tokens)
+  assert cut > 3, cut
+  assert (scheduler.preemptions > 0) == (pages > 0)
+
+
+ADJUSTED = [
+  {'repetition_penalty': 1.8, 'temperature': 0},
+  {'presence_penalty': 1.5, 'frequency_penalty': 0.7},
+  {'min_tokens': 9, 'stop_ids': (8, 14, 0), 'temperature': 1.3},
+  {'logit_bias': ((5, 3.0), (60, 3.5))},
+  {'repetition_penalty': 1.3, 'top_k': 9, 'logit_bias': ((7, -2.0),)},
+  {'frequency_penalty': 2.0, 'min_tokens': 15, 'stop_ids': (1, 2, 3)},
+  {'stop_ids': (8, 14, 0)},
+]
+
+
+def _log_softmax(x):
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def test_penalties_are_those_of_the_sequence_so_far(lab):
+  """Every draw against the model's own logits, changed by hand."""
+  engine = lab.engine(logit_biases=2)
+  requests = [
+    lab.request(i, 2 + 2 * i, 2, **keys) for i, keys in enumerate(ADJUSTED)
+  ]
+  results = lab.run(engine, requests)
+  for c in results.values():
+    prompt, tokens = c.request.prompt.tokens, c.tokens
+    given = c.request.sampling
+    logits = lab.logits(np.concatenate([prompt, tokens]))[len(prompt) - 1 :]
+    for t, token in enumerate(tokens):
+      x = np.array(logits[t], np.float64)
+      for i, bias in given.logit_bias:
+        x[i] += bias
+      drawn = tokens[:t].tolist()
+      for i in {*prompt.tolist(), *drawn}:
+        r = given.repetition_penalty
+        x[i] = x[i] / r if x[i] > 0 else x[i] * r
+      for i in set(drawn):
+        x[i] -= given.presence_penalty
+        x[i] -= given.frequency_penalty * drawn.count(i)
+      if t < given.min_tokens:
+        assert token not in given.stop_ids
+        x[list(given.stop_ids)] = -np.inf
+      if given.temperature == 0:
+        assert x[token] >= x.max() - 1e-4
+      want = _log_softmax(x / (given.temperature or 1))[token]
+      got = c.behavior_logprobs[t] + c.kept_logmass[t]
+      assert abs(got - want) < 1e-4, (given, t)
+  lengths = [len(c.tokens) for k, c in results.items() if k[1] == 2]
+  assert min(lengths) >= 10  # the stop token may come after `min_tokens`
+  # Preempted and recomputed, what was drawn still counts.
+  tight = lab.run(engine, requests, pages=lab.minimum(engine))
+  lab.assert_equal(tight, results)
+  # Beside adjusted neighbours, and on an engine that counts nothing.
+  plain = lab.run(lab.engine(), requests[-1:])
+  np.testing.assert_array_equal(plain[0, 6, 1].tokens, results[0, 6, 1].tokens)
+
+
+@pytest.mark.parametrize(
+  'logit_biases, keys, message',
+  [
+    (None, {'min_tokens': 1}, 'built without'),
+    (None, {'logit_bias': ((1, 1.0),)}, 'built without'),
+    (2, {'logit_bias': ((1, 1.0), (2, 1.0), (3, 1.0))}, '3 logit b.* most 2'),
+    (2, {'logit_bias': ((64, 1.0),)}, 'token ids go from 0 to 63'),
+    (2, {'stop_strings': ('x',)}, 'stop_strings=.*without `decode`'),
+  ],
+)
+def test_requests_that_the_engine_cannot_honour(
+  lab, logit_biases, keys, message
+):
+  scheduler = lab.scheduler(lab.engine(logit_biases=logit_biases))
+  with pytest.raises(ValueError, match=message):
+    scheduler.submit(lab.request(**keys))
+  assert scheduler.idle
