@@ -4,11 +4,15 @@ import fcntl
 import json
 import shutil
 
+import jax
 import pytest
 
 from configs import base
+from rl_jax import config as configs
+from rl_jax import parts
 from rl_jax.generate import generate
-from rl_jax.train import train
+from rl_jax.prompts.tokenizer import load_tokenizer
+from rl_jax.saving import Saves
 
 ROWS = [
   {'prompt': '1+2=', 'answer': '3', 'note': 'handed on'},
@@ -55,9 +59,16 @@ def tiny(**flat):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """The workdir of a run."""
+  """The workdir of a run that died after its first checkpoint."""
   workdir = tmp_path_factory.mktemp('run')
-  train(tiny(), workdir)
+  s = configs.settings(tiny())
+  tokenizer = load_tokenizer(s.model.tokenizer)
+  model, plan, _, _ = parts.generation(s, tokenizer)
+  learner = parts.rl_learner(s, model, plan)
+  params = learner.init_params(jax.random.key(0))
+  host = {'stream': {}, 'journal': {}, 'rollouts': {}}
+  with Saves(workdir, s.checkpoint) as saves:
+    saves.save('rl', 1, learner.init_state(params), host, wait=True)
   return workdir
 
 
@@ -131,6 +142,38 @@ def test_tokens_do_not_depend_on_slots(run, prompts, whole, tmp_path):
     for line in data.splitlines()
   ]
   assert strip(out.read_bytes()) == strip(whole)
+
+
+def test_completions_are_drawn_as_in_evaluation(run, prompts, tmp_path):
+  config = tiny(
+    evaluation__temperature=0.0,
+    evaluation__samples_per_prompt=1,
+    evaluation__logit_bias=((3, 1e3),),  # the digit 1, again and again
+    evaluation__stop_strings=('111',),
+    evaluation__min_tokens=4,
+  )
+  generate(config, prompts, tmp_path / 'out.jsonl', workdir=run)
+  lines = map(json.loads, (tmp_path / 'out.jsonl').read_text().splitlines())
+  told = [x for x in lines if 'error' not in x]
+  assert len(told) == len(ROWS) - len(BAD)
+  for line in told:
+    # Three of them complete the string, but four tokens are the fewest.
+    assert (line['completion'], line['num_tokens']) == ('1', 4)
+    assert (line['finish_reason'], line['logprob']) == ('stop', 0.0)
+
+
+@pytest.mark.slow
+def test_another_seed_draws_other_completions(run, prompts, whole, tmp_path):
+  config = tiny()
+  config.seed = 1
+  generate(config, prompts, tmp_path / 'out.jsonl', workdir=run)
+  pairs = zip(
+    whole.splitlines(),
+    (tmp_path / 'out.jsonl').read_bytes().splitlines(),
+    strict=True,
+  )
+  differ = [a != b for a, b in pairs]
+  assert sum(differ) > len(differ) / 2
 
 
 def test_another_call_does_not_go_on_with_the_file(
