@@ -192,15 +192,17 @@ class Checkpointer:
       return
     if jax.process_index() == 0:
       for step in self._damaged:
-        aside = self._directory / f'damaged_{step}'
-        shutil.rmtree(aside, ignore_errors=True)
-        (self._directory / str(step)).rename(aside)
+        _set_aside(self._directory / str(step))
       whole = sorted(set(self._manager.all_steps()) - set(self._damaged))
       old = [self._directory / str(step) for step in whole[: -self._keep]]
       for path in [*old, *self._directory.glob(_TEMPORARY)]:
         _delete(path)
     multihost_utils.sync_global_devices('old checkpoints are gone')
-    self._damaged = {}
+    self._damaged = {
+      step: why
+      for step, why in self._damaged.items()
+      if (self._directory / str(step)).exists()  # could not be set aside
+    }
     self._manager.reload()
 
 
@@ -334,6 +336,15 @@ def _check_leaves(
       f'{path}: has leaves that are not wanted: {", ".join(extra[:5])}'
       f'{", ..." if len(extra) > 5 else ""}. {advice}'
     )
+
+
+def _set_aside(path: pathlib.Path) -> None:
+  aside = path.with_name(f'damaged_{path.name}')
+  shutil.rmtree(aside, ignore_errors=True)
+  try:
+    path.rename(aside)
+  except OSError as e:
+    _log.warning('Cannot set the damaged checkpoint %s aside: %s', path, e)
 
 
 def _delete(path: pathlib.Path) -> None:

@@ -183,7 +183,13 @@ def settings(config: Mapping[str, Any]) -> Settings:
 def architecture(section: ModelSource, vocab_size: int) -> models.ModelConfig:
   """Sizes of a model that starts from random parameters."""
   keys = {'vocab_size': vocab_size, **section.architecture}
-  return resolve.settings(models.ModelConfig, keys, 'model.architecture')
+  sizes = resolve.settings(models.ModelConfig, keys, 'model.architecture')
+  if sizes.vocab_size < vocab_size:
+    raise ValueError(
+      f'model.architecture.vocab_size={sizes.vocab_size}: the tokeniser has '
+      f'{vocab_size} tokens; leave it out, or make it at least that.'
+    )
+  return sizes
 
 
 def as_dict(config: Mapping[str, Any]) -> dict[str, Any]:

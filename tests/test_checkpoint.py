@@ -243,6 +243,30 @@ def test_a_damaged_step_can_be_saved_again(open_checkpointer, tmp_path):
   assert_same_bits(got, make_arrays(7))
 
 
+def test_a_damaged_step_that_stays_does_not_end_the_run(
+  open_checkpointer, tmp_path, caplog, monkeypatch
+):
+  first = open_checkpointer()
+  first.save(1, make_arrays(1), {})
+  first.save(2, make_arrays(2), {}, wait=True)
+  shutil.rmtree(tmp_path / 'checkpoints' / '2' / 'arrays')
+  second = open_checkpointer()
+  assert second.restore(abstract(make_arrays()))[0] == 1
+  rename = pathlib.Path.rename
+
+  def refuse(self, target):
+    if 'damaged' in str(target):
+      raise PermissionError('not allowed')
+    return rename(self, target)
+
+  monkeypatch.setattr(pathlib.Path, 'rename', refuse)
+  second.save(3, make_arrays(3), {}, wait=True)
+  assert 'Cannot set the damaged checkpoint' in caplog.text
+  step, got, _ = open_checkpointer().restore(abstract(make_arrays()))
+  assert step == 3
+  assert_same_bits(got, make_arrays(3))
+
+
 def test_all_damaged_is_an_error(open_checkpointer, tmp_path):
   writer = open_checkpointer()
   for step in (1, 2):

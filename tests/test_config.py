@@ -108,6 +108,13 @@ def test_training_cannot_sample_from_anything_but_the_policy():
   assert defaults(config.Sampling) == {'max_tokens': 64, **params}
 
 
+def test_a_random_model_has_a_row_for_every_token():
+  sizes = config.ModelSource(architecture={'vocab_size': 9})
+  assert config.architecture(sizes, 9).vocab_size == 9
+  with pytest.raises(ValueError, match=r'vocab_size=9: .* has 10 tokens'):
+    config.architecture(sizes, 10)
+
+
 @pytest.mark.parametrize(
   'name, value',
   [

@@ -17,6 +17,7 @@ Letters: B rows, T tokens, D model, V vocab, L layers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -58,8 +59,15 @@ class ModelConfig:
         f'model.num_heads={self.num_heads} must be a multiple of '
         f'model.num_kv_heads={self.num_kv_heads}.'
       )
-    if self.head_dim % 2:
-      raise ValueError(f'model.head_dim={self.head_dim}: RoPE needs it even.')
+    if self.head_dim < 2 or self.head_dim % 2:
+      raise ValueError(
+        f'model.head_dim={self.head_dim}: must be >= 2 and even, for RoPE.'
+      )
+    for name in ('rope_theta', 'norm_eps', 'max_positions'):
+      if not 0 < getattr(self, name) < math.inf:
+        raise ValueError(
+          f'model.{name}={getattr(self, name)}: must be > 0 and finite.'
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,12 +42,19 @@ def rows(config: Config) -> Sequence[Row]:
   Raises:
     ValueError: no such file, or 'file:line: what is wrong'.
   """
-  path = pathlib.Path(os.path.expandvars(config.path)).expanduser()
-  if not path.is_file():
-    raise ValueError(f'path={config.path!r}: there is no file {path}.')
-  data = path.read_bytes()
-  if path.suffix == '.gz':
-    data = gzip.decompress(data)
+  path = pathlib.Path(os.path.expanduser(os.path.expandvars(config.path)))
+  try:
+    data = path.read_bytes()
+    if path.suffix == '.gz':
+      data = gzip.decompress(data)
+  except FileNotFoundError:
+    raise ValueError(
+      f'path={config.path!r}: there is no file {path}.'
+    ) from None
+  except (OSError, EOFError, zlib.error) as e:
+    raise ValueError(
+      f'path={config.path!r}: cannot read the file {path}: {e}'
+    ) from e
   result = []
   for number, line in enumerate(data.split(b'\n'), start=1):
     if config.limit and len(result) == config.limit:
@@ -59,7 +67,8 @@ def rows(config: Config) -> Sequence[Row]:
 def _row(line: bytes, config: Config, where: str) -> Row:
   try:
     record = json.loads(line.decode('utf-8'))
-  except ValueError as e:  # of the encoding or of the JSON
+  # Of the encoding, of the JSON, or nested too deep.
+  except (ValueError, RecursionError) as e:
     raise ValueError(f'{where}: not JSON in UTF-8: {e}') from e
   if not isinstance(record, dict):
     raise ValueError(f'{where}: must be an object, not {record!r:.80}.')

@@ -247,6 +247,11 @@ def test_the_program_does_not_grow_with_depth():
     ({'num_layers': 0}, 'model.num_layers=0: must be >= 1'),
     ({'num_kv_heads': 3}, 'num_heads=4 must be a multiple of .*=3'),
     ({'head_dim': 7}, 'model.head_dim=7'),
+    ({'head_dim': 0}, 'model.head_dim=0: must be >= 2'),
+    ({'rope_theta': float('nan')}, 'model.rope_theta=nan: must be > 0'),
+    ({'rope_theta': 0.0}, 'model.rope_theta=0.0: must be > 0'),
+    ({'norm_eps': float('inf')}, 'model.norm_eps=inf: must be > 0'),
+    ({'max_positions': -1}, 'model.max_positions=-1: must be > 0'),
   ],
 )
 def test_illegal_sizes_are_named(change, message):

@@ -58,10 +58,24 @@ def test_gsm8k(shared):
   assert found[0].solution == found[0].answer
 
 
+@pytest.mark.parametrize('data', [b'plain', gzip.compress(b'{}' * 99)[:-9]])
+def test_a_damaged_gzip_file_is_named(tmp_path, data):
+  (tmp_path / 'a.jsonl.gz').write_bytes(data)
+  with pytest.raises(ValueError, match=r'cannot read the file .*a\.jsonl\.gz'):
+    rows(Config(str(tmp_path / 'a.jsonl.gz')))
+
+
+@pytest.mark.parametrize('path', ['~nobody_here/x', 'x' * 5000, '/'])
+def test_a_path_that_is_none_is_named(path):
+  with pytest.raises(ValueError, match=f"path='{path[:9]}"):
+    rows(Config(path))
+
+
 @pytest.mark.parametrize(
   'line, message',
   [
     (b'{"prompt": "x", "answer"', 'not JSON'),
+    (b'[' * 100_000, 'not JSON'),
     (b'{"prompt": "\xff", "answer": "1"}', 'UTF-8'),
     (b'[1]', 'must be an object'),
     (b'{"answer": "1"}', "no column 'prompt'"),
