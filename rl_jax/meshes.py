@@ -53,10 +53,10 @@ class Config:
   generation_tensor: int = 1
 
   def __post_init__(self):
-    if self.num_cpu_devices < 0:
+    if not 0 <= self.num_cpu_devices <= 1024:  # more hang while they start
       raise ValueError(
         f'mesh.num_cpu_devices={self.num_cpu_devices}: must be >= 0 (0: as '
-        'JAX has them).'
+        'JAX has them) and <= 1024.'
       )
 
 

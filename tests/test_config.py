@@ -232,6 +232,7 @@ def test_keys_and_types(changes, message):
     ({'algorithm.constant': float('nan')}, r'constant=nan must be > 0'),
     ({'algorithm.clip_high': float('nan')}, r'clip_high=nan > 0'),
     ({'mesh.num_cpu_devices': -1}, r'mesh\.num_cpu_devices=-1: must be >= 0'),
+    ({'mesh.num_cpu_devices': 10**5}, r'num_cpu_devices=100000: .* 1024'),
   ],
 )
 def test_ranges_and_contradictions(changes, message):

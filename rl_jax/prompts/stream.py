@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -293,7 +292,11 @@ def _rows(entry: Mapping[str, Any], where: str) -> Sequence[Row]:
     raise ValueError(f'{where}: has no name; set it to the name of a source.')
   source = resolve.plugin('prompts', entry['name'])
   keys = {key: value for key, value in entry.items() if key != 'name'}
-  return source.rows(resolve.settings(source.Config, keys, where))
+  try:
+    return source.rows(resolve.settings(source.Config, keys, where))
+  except ValueError as e:  # a source does not know by which name it is called
+    named = where in str(e)
+    raise ValueError(str(e) if named else f'{where}: {e}') from e
 
 
 def _check_row(row: Row, i: int, where: str) -> None:
@@ -337,10 +340,11 @@ def _tell(report: Mapping[str, int], where: str, config: Config) -> None:
 def _weight(label: str, entry: Mapping[str, Any]) -> float:
   weight = entry.get('weight', 1.0)
   number = isinstance(weight, int | float) and not isinstance(weight, bool)
-  if not number or not 0 < weight < math.inf:
+  if not number or not 1e-6 <= weight <= 1e6:  # grain counts in integers
     raise ValueError(
-      f'prompts.train.{label}.{weight=}: must be a number > 0, this source in '
-      'proportion to the others; remove the entry to leave the source out.'
+      f'prompts.train.{label}.{weight=}: must be a number from 1e-6 to 1e6, '
+      'this source in proportion to the others; remove the entry to leave the '
+      'source out.'
     )
   return float(weight)
 

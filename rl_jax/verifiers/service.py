@@ -78,14 +78,14 @@ class ServiceConfig:
 
   def __post_init__(self):
     for name, legal in (
-      ('num_workers', self.num_workers >= 1),
-      ('deadline_seconds', 0 < self.deadline_seconds < float('inf')),
+      ('num_workers', 1 <= self.num_workers <= 1024),
+      ('deadline_seconds', 0 < self.deadline_seconds <= 86400),
       ('max_pending', self.max_pending >= 1),
     ):
       if not legal:
-        value = getattr(self, name)
         raise ValueError(
-          f'service.{name}={value!r}: must be positive and finite.'
+          f'service.{name}={getattr(self, name)!r}: must be positive; at most '
+          '1024 workers, a deadline of at most 86400 seconds.'
         )
 
 

@@ -112,7 +112,9 @@ def test_sources_with_equal_rows_have_unlike_orders(source):
   assert sorted(a) == sorted(b) and a != b
 
 
-@pytest.mark.parametrize('weight', [0, -1.0, float('nan'), float('inf'), '1'])
+@pytest.mark.parametrize(
+  'weight', [0, -1.0, float('nan'), float('inf'), '1', 1e308, 5e-324, 10**400]
+)
 def test_bad_weights(source, weight):
   sources = {'a': source(*_numbered(3), weight=weight)}
   with pytest.raises(ValueError, match=r'prompts\.train\.a\.weight=.*remove'):
@@ -336,6 +338,15 @@ def test_bad_entries(sources, message):
 def test_bad_config(keys, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     Config(**keys)
+
+
+def test_a_source_of_several_is_named(source):
+  sources = {
+    'a': source(*_numbered(3)),
+    'b': {'name': 'jsonl', 'path': '/nowhere/x'},
+  }
+  with pytest.raises(ValueError, match=r"prompts\.train\.b: path='/nowhere/x'"):
+    _stream(sources)
 
 
 def test_config_from_a_config_dict():
