@@ -228,13 +228,19 @@ def test_any_damaged_file_is_noticed_or_harmless(tmp_path, how, caplog):
   assert 'error while reading array' in warnings  # not only while opening
 
 
-def test_a_damaged_step_can_be_saved_again(open_checkpointer, tmp_path):
+def reopen_with_2_damaged(open_checkpointer, tmp_path):
+  """A second checkpointer, of a run whose newest step has lost its arrays."""
   first = open_checkpointer()
   first.save(1, make_arrays(1), {})
   first.save(2, make_arrays(2), {}, wait=True)
   shutil.rmtree(tmp_path / 'checkpoints' / '2' / 'arrays')
   second = open_checkpointer()
   assert second.restore(abstract(make_arrays()))[0] == 1
+  return second
+
+
+def test_a_damaged_step_can_be_saved_again(open_checkpointer, tmp_path):
+  second = reopen_with_2_damaged(open_checkpointer, tmp_path)
   assert steps_on_disk(tmp_path) == [1, 2]  # reading changes nothing
   second.save(2, make_arrays(7), {}, wait=True)
   assert (tmp_path / 'checkpoints' / 'damaged_2').is_dir()
@@ -246,12 +252,7 @@ def test_a_damaged_step_can_be_saved_again(open_checkpointer, tmp_path):
 def test_a_damaged_step_that_stays_does_not_end_the_run(
   open_checkpointer, tmp_path, caplog, monkeypatch
 ):
-  first = open_checkpointer()
-  first.save(1, make_arrays(1), {})
-  first.save(2, make_arrays(2), {}, wait=True)
-  shutil.rmtree(tmp_path / 'checkpoints' / '2' / 'arrays')
-  second = open_checkpointer()
-  assert second.restore(abstract(make_arrays()))[0] == 1
+  second = reopen_with_2_damaged(open_checkpointer, tmp_path)
   rename = pathlib.Path.rename
 
   def refuse(self, target):
