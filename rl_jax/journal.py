@@ -69,15 +69,30 @@ class Journal:
     workdir: pathlib.Path,
     config: dict[str, Any],
     saved: Mapping[str, Any] | None,
+    heldout: str,
   ):
     """Opens the files of the workdir, or makes them.
 
+    Args:
+      workdir: of the run.
+      config: of the run.
+      saved: `state()` of the run that is resumed.
+      heldout: fingerprint of what the held-out prompts are taken from.
+
     Raises:
-      ValueError: the workdir holds a run of another config.
+      ValueError: the workdir holds a run of another config, or one that was
+        evaluated on other prompts.
     """
     self.workdir = workdir
     check_config(workdir, config)
     saved = saved or {}
+    if saved.get('heldout', heldout) != heldout:
+      raise ValueError(
+        f'the held-out prompts changed since {workdir} was saved, so its '
+        'evaluations before and after would not compare. Restore the files of '
+        'prompts.heldout, or use another --workdir.'
+      )
+    self._heldout = heldout
     self._writer = MetricsWriter(workdir, saved.get('cursor'))
     (workdir / 'summary.json').unlink(missing_ok=True)  # of an end before
     write_json(workdir / 'config.json', config)
@@ -108,6 +123,7 @@ class Journal:
     """For a checkpoint; JSON-able."""
     return {
       'cursor': self._writer.cursor(),
+      'heldout': self._heldout,
       'seconds': self.timeline.seconds(),
       'ledger': self.ledger.state(),
       'evaluations': self.evaluations,

@@ -49,6 +49,7 @@ class Parts:
   model: Model
   stream: PromptStream
   heldout: list[Prompt]
+  heldout_fingerprint: str
   verifier: VerifierService
   schedulers: list[Scheduler]
   sync: Sync
@@ -172,11 +173,12 @@ def build(settings: Settings):
   stream = PromptStream(s.prompts.train, s.prompts, tokenizer, seed=s.run.seed)
   if s.sft.num_steps:
     stream.check_solutions(s.learner.row_tokens)
+  heldout, fingerprint = heldout_prompts(
+    s.prompts.heldout, s.prompts, tokenizer, s.evaluation.num_prompts
+  )
   heldout = [
     dataclasses.replace(p, prompt_id=_HELDOUT_IDS + p.prompt_id)
-    for p in heldout_prompts(
-      s.prompts.heldout, s.prompts, tokenizer, s.evaluation.num_prompts
-    )
+    for p in heldout
   ]
   with VerifierService(
     s.verifier,
@@ -187,7 +189,16 @@ def build(settings: Settings):
     verifier.check_answers((p.row, p.answer) for p in heldout)
     verifier.self_test([p.answer for p in heldout[:_SELF_TEST_ROWS]])
     yield Parts(
-      s, plan, tokenizer, model, stream, heldout, verifier, schedulers, sync
+      s,
+      plan,
+      tokenizer,
+      model,
+      stream,
+      heldout,
+      fingerprint,
+      verifier,
+      schedulers,
+      sync,
     )
 
 

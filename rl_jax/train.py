@@ -89,7 +89,7 @@ def train(
       s.run.prompts_per_step, s.run.max_staleness, s.run.num_steps, step
     )
     with (
-      Journal(workdir, whole_config, account) as journal,
+      Journal(workdir, whole_config, account, p.heldout_fingerprint) as journal,
       p.rollout_worker(buffer, journal.timeline, journal.ledger) as worker,
     ):
       journal.timeline.add('build', time.monotonic() - begun)

@@ -11,6 +11,7 @@ from configs import base
 from rl_jax import config as configs
 from rl_jax import parts
 from rl_jax.generate import generate
+from rl_jax.generator.scheduler import Scheduler
 from rl_jax.prompts.tokenizer import load_tokenizer
 from rl_jax.saving import Saves
 
@@ -160,6 +161,22 @@ def test_completions_are_drawn_as_in_evaluation(run, prompts, tmp_path):
     # Three of them complete the string, but four tokens are the fewest.
     assert (line['completion'], line['num_tokens']) == ('1', 4)
     assert (line['finish_reason'], line['logprob']) == ('stop', 0.0)
+
+
+@pytest.mark.slow
+def test_prompts_are_rendered_as_in_training(run, tmp_path, monkeypatch):
+  submitted, submit = [], Scheduler.submit
+
+  def spy(self, request):
+    submitted.append(request.prompt.text)
+    submit(self, request)
+
+  monkeypatch.setattr(Scheduler, 'submit', spy)
+  prompts = tmp_path / 'in.jsonl'
+  prompts.write_text('{"prompt": "4+4="}\n')
+  config = tiny(prompts__template='1+{prompt}', prompts__max_prompt_tokens=6)
+  generate(config, prompts, tmp_path / 'out.jsonl', workdir=run)
+  assert submitted == ['1+4+4=']
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ def test_every_completion_cut_is_a_truncation_rate_of_one():
 
 
 def test_a_step_by_hand(tmp_path, clock, capsys):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     with j.timeline.state('generation', 'generate'):
       clock.now += 4
     with j.training('wait'):
@@ -202,7 +202,7 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
 
 def test_what_a_step_compiles_is_counted(tmp_path):
   double = jax.jit(lambda x: x * 2)
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     for step, size in enumerate((3, 3, 4)):
       double(np.zeros(size))
       j.trained(step, 10, GROUPS, select(GROUPS), {})
@@ -212,7 +212,7 @@ def test_what_a_step_compiles_is_counted(tmp_path):
 
 
 def test_speed_is_that_of_the_last_step(tmp_path, clock, capsys):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     for step, (seconds, tokens) in enumerate(((10, 20), (3, 60), (1, 5))):
       clock.now += seconds
       j.ledger.generated(tokens)
@@ -229,7 +229,7 @@ def test_speed_is_that_of_the_last_step(tmp_path, clock, capsys):
 
 def test_an_update_without_signal_is_skipped_and_said(tmp_path, capsys):
   group = make_group(0, *[('pass', 1.0, 'stop', 5, 0)] * 2)
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     j.ledger.generated(10)
     j.trained(0, 10, [group], select([group]), {})
     j.ledger.balance(0)
@@ -252,7 +252,7 @@ def test_the_ledger_balances_whatever_is_left_out(tmp_path, truncated):
   config = algorithms.Config(truncated=truncated)
   groups = [*GROUPS, group]
   selection = algorithms.select(groups, lambda r: r - r.mean(), config)
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     j.ledger.generated(31)
     j.trained(7, 10, groups, selection, {})
     j.ledger.balance(0)
@@ -264,7 +264,7 @@ def test_the_alarm_of_truncation_sounds_once(tmp_path, capsys):
 
   below = group('stop', 'stop', 'length')
   half = group('stop', 'length')
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     sounded = []
     for g in (below, half, half, group('length', 'length')):
       j.trained(0, 10, [g], select([g]), {})
@@ -279,7 +279,7 @@ def test_the_alarm_of_errors_names_the_first_and_sounds_once(tmp_path, capsys):
     rollouts = [('error', 0.0, 'stop', 2, 0)] * num_errors
     return make_group(0, *rollouts, *[('fail', 0.0, 'stop', 2, 0)] * 95)
 
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     sounded = []
     for g in (group(0), group(4), group(5), group(50)):
       j.trained(0, 10, [g], select([g]), {})
@@ -292,7 +292,7 @@ def test_the_alarm_of_errors_names_the_first_and_sounds_once(tmp_path, capsys):
 
 def test_before_and_after_sft_are_told_apart(tmp_path):
   result = evaluate.summarise(GROUPS, (1,))
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     j.evaluated('before_sft', 0, result, GROUPS)
     j.evaluated('after_sft', 0, result, GROUPS)
   rows = lines(tmp_path / 'metrics.jsonl')
@@ -300,20 +300,27 @@ def test_before_and_after_sft_are_told_apart(tmp_path):
 
 
 def test_an_evaluation_is_done_again_with_another_config_only(tmp_path):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     assert not j.has_evaluated('x', 3)
     j.evaluated('x', 3, evaluate.summarise(GROUPS, (1,)), GROUPS)
     saved = json.loads(json.dumps(j.state()))
-  with Journal(tmp_path, CONFIG, saved) as j:
+  with Journal(tmp_path, CONFIG, saved, 'heldout') as j:
     assert j.has_evaluated('x', 3)
     assert not j.has_evaluated('x', 4) and not j.has_evaluated('y', 3)
   other = CONFIG | {'evaluation': {'num_prompts': 3, 'ks': (1, 2)}}
-  with Journal(tmp_path, other, saved) as j:
+  with Journal(tmp_path, other, saved, 'heldout') as j:
     assert not j.has_evaluated('x', 3)
 
 
+def test_evaluations_of_other_prompts_are_not_gone_on_with(tmp_path):
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
+    saved = j.state()
+  with pytest.raises(ValueError, match=r'held-out prompts changed since'):
+    Journal(tmp_path, CONFIG, saved, 'others')
+
+
 def test_sft_steps_are_written_and_told_now_and_then(tmp_path, capsys):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     for step in range(25):
       j.imitated(step, 25, {'loss': 1.5})
   rows = lines(tmp_path / 'metrics.jsonl')
@@ -331,7 +338,7 @@ PARAMS = {'w': np.arange(4, dtype=np.float32)}
 
 
 def test_the_summary_holds_what_a_reader_needs(tmp_path, clock, capsys):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     with j.training('sync'):
       clock.now += 1.5
     with j.timeline.state('generation', 'generate'):
@@ -386,7 +393,7 @@ def test_the_summary_holds_what_a_reader_needs(tmp_path, clock, capsys):
 
 def test_where_nothing_passes_the_summary_is_still_json(tmp_path):
   group = make_group(0, ('fail', 0.0, 'stop', 2, 0))
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     j.evaluated('before_rl', 0, evaluate.summarise([group], (1,)), [group])
     j.summarise(PARAMS, '')
   (entry,) = strict(tmp_path / 'summary.json')['evaluation'].values()
@@ -395,7 +402,7 @@ def test_where_nothing_passes_the_summary_is_still_json(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_account(tmp_path, clock):
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     with j.training('update'):
       clock.now += 3
     j.ledger.generated(20)
@@ -405,7 +412,7 @@ def test_a_resumed_run_goes_on_with_its_account(tmp_path, clock):
     saved = json.loads(json.dumps(j.state()))
     j.imitated(1, 9, {'loss': 2.0})  # after the checkpoint: never was
   clock.now += 1000  # nobody ran
-  with Journal(tmp_path, CONFIG, saved) as j:
+  with Journal(tmp_path, CONFIG, saved, 'heldout') as j:
     with j.training('update'):
       clock.now += 2
     j.ledger.balance(0)
@@ -436,9 +443,9 @@ def test_a_resumed_run_goes_on_with_its_account(tmp_path, clock):
   ],
 )
 def test_what_a_resumed_run_may_change(tmp_path, changes):
-  Journal(tmp_path, CONFIG, None).__exit__()
+  Journal(tmp_path, CONFIG, None, 'heldout').__exit__()
   check_config(tmp_path, CONFIG | changes)
-  Journal(tmp_path, CONFIG | changes, None).__exit__()
+  Journal(tmp_path, CONFIG | changes, None, 'heldout').__exit__()
   written = strict(tmp_path / 'config.json')
   assert written == json.loads(json.dumps(CONFIG | changes))
 
@@ -460,11 +467,11 @@ def test_what_a_resumed_run_may_change(tmp_path, changes):
   ],
 )
 def test_what_a_resumed_run_may_not_change(tmp_path, changes, names):
-  Journal(tmp_path, CONFIG, None).__exit__()
+  Journal(tmp_path, CONFIG, None, 'heldout').__exit__()
   (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\n')
   before = (tmp_path / 'config.json').read_text()
   with pytest.raises(ValueError, match='holds a run of another config') as e:
-    Journal(tmp_path, CONFIG | changes, None)
+    Journal(tmp_path, CONFIG | changes, None, 'heldout')
   for name in names:
     assert re.search(name, str(e.value))
   assert str(e.value).count(' -> ') == len(names)
@@ -476,13 +483,13 @@ def test_what_a_resumed_run_may_not_change(tmp_path, changes, names):
 
 def test_a_workdir_that_is_new_takes_any_config(tmp_path):
   check_config(tmp_path / 'new', CONFIG)
-  Journal(tmp_path / 'new' / 'run', CONFIG, None).__exit__()
+  Journal(tmp_path / 'new' / 'run', CONFIG, None, 'heldout').__exit__()
   assert strict(tmp_path / 'new' / 'run' / 'config.json')['num_steps'] == 10
 
 
 def test_a_decaying_learning_rate_fixes_the_number_of_steps(tmp_path):
   config = CONFIG | {'optimizer': {'decay': 'linear'}}
-  Journal(tmp_path, config, None).__exit__()
+  Journal(tmp_path, config, None, 'heldout').__exit__()
   check_config(tmp_path, config)
   with pytest.raises(
     ValueError, match=r"num_steps: 10 -> 20: .*decay='linear'"
@@ -507,20 +514,20 @@ def test_a_damaged_config_is_named(tmp_path, text):
 
 def test_finished_is_the_end_of_this_very_run(tmp_path):
   assert finished(tmp_path, CONFIG) is None
-  with Journal(tmp_path, CONFIG, None) as j:
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     assert finished(tmp_path, CONFIG) is None
     j.summarise(PARAMS, '')
   found = finished(tmp_path, CONFIG)
   assert found and found['params_sha256'] == digest(PARAMS)
   assert finished(tmp_path, CONFIG | {'num_steps': 20}) is None
   # A run that goes on has not ended, until it ends again.
-  Journal(tmp_path, CONFIG | {'num_steps': 20}, None).__exit__()
+  Journal(tmp_path, CONFIG | {'num_steps': 20}, None, 'heldout').__exit__()
   assert finished(tmp_path, CONFIG | {'num_steps': 20}) is None
 
 
 def test_an_infinite_bound_stays_the_same_config(tmp_path):
   config = {'parity': {'max_abs': float('inf')}}
-  Journal(tmp_path, config, None).__exit__()
+  Journal(tmp_path, config, None, 'heldout').__exit__()
   check_config(tmp_path, config)
   assert strict(tmp_path / 'config.json') == {'parity': {'max_abs': 'inf'}}
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from configs import base
 from rl_jax import config as configs
 from rl_jax import parts
+from rl_jax.algorithms.base import LossInputs
 from rl_jax.generator.engine import Engine
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.journal import Journal, digest
@@ -32,7 +34,7 @@ from rl_jax.rollout.worker import RolloutWorker
 from rl_jax.saving import Saves, Stopped, locked
 from rl_jax.sync.single_process import Sync
 from rl_jax.train import ParityError, train
-from rl_jax.types import Request
+from rl_jax.types import Request, Verdict
 from rl_jax.verifiers.service import VerifierService
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -108,18 +110,18 @@ def tiny(verifier_mode='digits', **flat):
     'evaluation__num_prompts': 8,
     'checkpoint__every_steps': 1,
   }
-  for path, value in (values | flat).items():
-    *sections, key = path.split('__')
-    section = config
-    for name in sections:
-      section = section[name]
-    section[key] = value
   config.model.architecture = dict(
     num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ffn=64
   )
   sums = dict(name='arithmetic', max_digits=1)
   config.prompts.train = dict(sums=dict(**sums, split='train'))
   config.prompts.heldout = dict(sums=dict(**sums, split='heldout'))
+  for path, value in (values | flat).items():
+    *sections, key = path.split('__')
+    section = config
+    for name in sections:
+      section = section[name]
+    section[key] = value
   config.verifier = dict(name='their_plugins.digits', mode=verifier_mode)
   return config
 
@@ -315,8 +317,20 @@ def test_synchronous_rollouts_are_of_the_newest_weights(finished):
 # ---- synchronous: equal to the loop that one would write down
 
 
-def reference_loop(config, workdir):
-  """RL from the SFT parameters of `workdir`; returns the last parameters."""
+def whitened(scores, truncated):
+  del truncated
+  return (scores - scores.mean()) / scores.std()
+
+
+def reference_loop(
+  config, workdir, advantages=whitened, weight=lambda lengths: 1 / sum(lengths)
+):
+  """RL from the SFT parameters of `workdir`; returns the last parameters.
+
+  Args:
+    advantages: (scores, which ones were truncated) of a group -> of each.
+    weight: tokens of all sequences of a step -> of each token.
+  """
   s = configs.settings(config)
   with parts.build(s) as p, Saves(workdir, s.checkpoint) as saves:
     learner = p.rl_learner()
@@ -345,9 +359,11 @@ def reference_loop(config, workdir):
         rewards = np.array(rewards)
         if rewards.min() == rewards.max():
           continue
-        advantages = (rewards - rewards.mean()) / rewards.std()
-        items += list(zip([prompt] * SAMPLES, group, advantages))
-      weight = 1 / sum(len(c.tokens) for _, c, _ in items)
+        cut = np.array([c.finish_reason == 'length' for c in group])
+        found = advantages(rewards, cut)
+        if found.min() < found.max():
+          items += list(zip([prompt] * SAMPLES, group, found))
+      each = weight([len(c.tokens) for _, c, _ in items])
       zeros = [np.zeros(len(prompt.tokens)) for prompt, _, _ in items]
       rows = [
         Item(
@@ -356,7 +372,7 @@ def reference_loop(config, workdir):
           behavior_logprobs=np.append(zero, c.behavior_logprobs),
           kept_logmass=np.append(zero, c.kept_logmass),
           advantage=advantage,
-          weight=weight,
+          weight=each,
         )
         for (prompt, c, advantage), zero in zip(items, zeros)
       ]
@@ -369,6 +385,66 @@ def test_synchronous_run_is_the_plain_loop(finished):
   workdir, summary = finished
   params = reference_loop(tiny(), workdir)
   assert digest(params) == summary['params_sha256']
+
+
+@pytest.mark.slow
+def test_sections_of_the_config_arrive_where_they_belong(tmp_path):
+  config = tiny(
+    num_steps=2,
+    sft__learning_rate=1e-30,  # SFT must not take RL's
+    algorithm__scale='none',
+    algorithm__aggregation='constant',
+    algorithm__constant=3.0,
+    algorithm__truncated='zero',
+    algorithm__clip_high=0.5,
+  )
+  summary = train(config, tmp_path)
+
+  def centred(scores, truncated):
+    rewards = np.where(truncated, 0.0, scores)
+    return rewards - rewards.mean()
+
+  params = reference_loop(
+    config, tmp_path, centred, weight=lambda lengths: 1 / (3 * len(lengths))
+  )
+  assert digest(params) == summary['params_sha256']
+  s = configs.settings(config)
+  with parts.build(s) as p, Saves(tmp_path, s.checkpoint) as saves:
+    learner = p.rl_learner()
+    imitated = saves.restore('sft', p.sft_learner().abstract_state())
+    assert imitated.step == 3
+    untouched = p.initial_params(learner)
+    assert digest(imitated.state.params) == digest(untouched)
+    # On policy nothing is clipped, so the loop cannot tell.
+    one = np.ones((1, 1), np.float32)
+    token_loss, _ = learner._loss(
+      LossInputs(one * math.log(2), 0 * one, None, one, one)
+    )
+    assert token_loss == pytest.approx(-1.5)
+
+
+@pytest.mark.parametrize(
+  'flat, message',
+  [
+    ({'learner__rows_per_microbatch': 3}, 'rows_per_microbatch=3'),
+    ({'optimizer__warmup_steps': 9}, r'optimizer\.warmup_steps=9'),
+    ({'prompts__train': 'long'}, r'row 0 has 18 tokens .*row_tokens=16'),
+  ],
+)
+def test_what_does_not_fit_is_said_before_anything_compiles(
+  flat, message, tmp_path, monkeypatch
+):
+  path = tmp_path / 'long.jsonl'
+  path.write_text('{"prompt": "1+1=", "answer": "2", "how": "0000000000002"}\n')
+  if flat.get('prompts__train') == 'long':
+    entry = dict(name='jsonl', path=str(path), solution='how')
+    flat = {'prompts__train': {'long': entry}}
+  config = tiny(mesh__training_data=2, **flat)
+  devices = jax.local_devices()[:3]
+  monkeypatch.setattr(jax, 'devices', lambda: devices)
+  with pytest.raises(ValueError, match=message):
+    train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run' / 'metrics.jsonl').exists()
 
 
 # ---- resume
@@ -674,6 +750,53 @@ def host_of(workdir, step):
   return json.loads(path.read_text())['host']
 
 
+@pytest.mark.slow
+def test_colocated_with_two_engines(tmp_path, monkeypatch):
+  devices = jax.local_devices()[:2]
+  monkeypatch.setattr(jax, 'devices', lambda: devices)
+  config = tiny(
+    mesh__mode='colocated',
+    mesh__generation_data=2,
+    num_steps=3,
+    sft__num_steps=0,
+  )
+  summary = train(config, tmp_path)
+  assert 'colocated' in summary['mesh'] and '2 engines' in summary['mesh']
+  assert summary['parity']['max'] <= 1e-5
+  check_balance(summary['tokens'])
+  rollouts = lines(tmp_path, 'rollouts')
+  check_consumed_once(rollouts, 3)
+  for r in rollouts:
+    assert r['policy_version_oldest'] == r['policy_version_newest'] == r['step']
+
+
+@pytest.mark.slow
+def test_a_step_without_a_single_verdict_is_skipped(tmp_path, monkeypatch):
+  submit, sent, steps = VerifierService.submit, digests_sent(monkeypatch), []
+  trained = Journal.trained
+
+  def counts(self, step, *args):
+    trained(self, step, *args)
+    steps.append(step)
+
+  def breaks(self, completion, answer):
+    if len(steps) != 1:  # all is well but while step 1 is drawn
+      return submit(self, completion, answer)
+    done = Future()
+    done.set_result(Verdict('error', 0.0, 'no disk'))
+    return done
+
+  monkeypatch.setattr(Journal, 'trained', counts)
+  monkeypatch.setattr(VerifierService, 'submit', breaks)
+  summary = train(tiny(num_steps=3, sft__num_steps=0), tmp_path)
+  rows = [x for x in lines(tmp_path) if 'verdict/error' in x]
+  assert [x['skipped_update'] for x in rows] == [0, 1, 0]
+  assert [x['verdict/error'] for x in rows] == [0, 1, 0]
+  assert sent[0] != sent[1] == sent[2] != sent[3]
+  assert summary['tokens']['dropped/unscored'] > 0
+  check_balance(summary['tokens'])
+
+
 # ---- the reference of the KL
 
 
@@ -749,6 +872,7 @@ def test_sampling_arrives_in_generator_learner_and_evaluation(
   for row in rows:
     assert row['update/ratio'] == pytest.approx(1, abs=1e-4)
     assert row['update/ratio_max'] == pytest.approx(1, abs=1e-4)
+    assert row['update/ratio_min'] == pytest.approx(1, abs=1e-4)
     assert row['update/clip_fraction'] == 0
 
 

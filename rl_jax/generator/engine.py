@@ -255,7 +255,7 @@ class Engine:
     slots.position[slot] += len(drawn)
     slots.budget[slot] -= len(drawn)
     slots.last_token[slot] = drawn[-1].token
-    stopped = drawn[-1].token in slots.sampling.stop_ids[slot]
+    stopped = (slots.sampling.stop_ids[slot] == drawn[-1].token).any()
     slots.active[slot] = slots.budget[slot] > 0 and not stopped
 
   def _draw_first(

@@ -202,8 +202,10 @@ class Learner:
     totals = {
       k: jnp.sum(jnp.where(mask > 0, v, 0.0)) for k, v in metrics.items()
     }
+    # Minima travel as maxima of -v.
+    signed = metrics | {f'-{k}': -v for k, v in metrics.items()}
     maxima = {
-      k: jnp.max(jnp.where(mask > 0, v, -jnp.inf)) for k, v in metrics.items()
+      k: jnp.max(jnp.where(mask > 0, v, -jnp.inf)) for k, v in signed.items()
     }
     loss = jnp.sum(weighted)
     totals |= {'loss': loss, 'tokens': jnp.sum(mask)}
@@ -219,7 +221,8 @@ class Learner:
     metrics = {
       k: v if k in ('loss', 'tokens') else v / tokens for k, v in totals.items()
     }
-    metrics |= {f'{k}_max': v for k, v in maxima.items()}
+    for k, v in maxima.items():
+      metrics |= {f'{k[1:]}_min': -v} if k[0] == '-' else {f'{k}_max': v}
     metrics['grad_norm'] = optax.tree.norm(grads)
     return TrainState(params, opt_state), metrics
 

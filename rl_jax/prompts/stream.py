@@ -196,12 +196,16 @@ def heldout_prompts(
   config: Config,
   tokenizer: Tokenizer,
   n: int,
-) -> list[types.Prompt]:
+) -> tuple[list[types.Prompt], str]:
   """A fixed evaluation set: `n` rows of `sources`, none twice, shuffled.
 
   Depends on `config.seed`, not on the run's seed. Gives all rows, and logs a
   warning, where there are fewer than `n`; warns too where a row is also in
   `config.train`.
+
+  Returns:
+    The prompts, and a fingerprint of what they were taken from; `n` does not
+    change it.
   """
   if n < 1:
     raise ValueError(f'{n=}: must be >= 1.')
@@ -217,7 +221,7 @@ def heldout_prompts(
   keys = [order[i] for i in range(min(n, len(keys)))]
   prompts = _prompts(keys, 0, loaded, config, tokenizer)
   _warn_of_overlap(keys, loaded, config)
-  return prompts
+  return prompts, _digest([config.seed, *((s.label, s.digest) for s in loaded)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,13 @@ class Tokenizer:
     return [np.array(ids, np.int32) for ids in rows]
 
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """The text of `ids` without special tokens, otherwise untouched."""
-    return self.pipeline.decode([int(i) for i in ids], skip_special_tokens=True)
+    """The text of `ids`, special tokens as they are spelled.
+
+    Nothing is left out: what is verified is all that was drawn.
+    """
+    return self.pipeline.decode(
+      [int(i) for i in ids], skip_special_tokens=False
+    )
 
   def render(self, messages: list[dict[str, Any]]) -> str:
     """`messages` by the chat template, up to where the model is to answer."""

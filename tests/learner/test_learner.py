@@ -311,6 +311,7 @@ def test_means_are_over_all_tokens_and_maxima_are_maxima():
     )
     assert metrics['ratio'] == pytest.approx(ratio.mean(), rel=1e-4)
     assert metrics['ratio_max'] == pytest.approx(ratio.max(), rel=1e-4)
+    assert metrics['ratio_min'] == pytest.approx(ratio.min(), rel=1e-4)
     clipped = np.where(batch.advantages[mask] > 0, ratio > 1.2, ratio < 0.8)
     assert metrics['clip_fraction'] == pytest.approx(clipped.mean(), rel=1e-5)
   assert 0 < metrics['entropy'] < metrics['entropy_max'] < math.log(V)

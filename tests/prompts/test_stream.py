@@ -1,5 +1,6 @@
 """Draws, epochs, mixtures, resume and the checks of the data."""
 
+import dataclasses
 import importlib
 import json
 import logging
@@ -361,9 +362,22 @@ def test_config_from_a_config_dict():
   config = resolve.settings(Config, prompts, 'prompts')
   stream = PromptStream(config.train, config, CHARS, seed=0)
   prompts = stream.take(5)
-  heldout = heldout_prompts(config.heldout, config, CHARS, 2000)
+  heldout, _ = heldout_prompts(config.heldout, config, CHARS, 2000)
   assert len(heldout) == 1008  # of 10,000 problems
   assert not {p.text for p in prompts} & {p.text for p in heldout}
+
+
+def test_a_solution_goes_on_after_its_prompt(source):
+  # Were it a text of its own, a second bos would stand in the middle.
+  tokenizer = dataclasses.replace(
+    CHARS, add_bos=True, alphabet={}, special=CHARS.special | {'bos': '<pad>'}
+  )
+  stream = _stream(
+    {'a': source(('1+2=', '3'), solution='answer')}, tokenizer=tokenizer
+  )
+  (prompt,) = stream.take(1)
+  assert prompt.tokens.tolist() == [0, *CHARS.encode('1+2=')]
+  assert stream.solution(prompt).tolist() == [*CHARS.encode('3'), 1]
 
 
 def test_solution(source):
@@ -413,19 +427,24 @@ def test_heldout_is_fixed_and_without_repetition(source):
     'b': source(*_numbered(20, 20), name='b'),
   }
   config = Config(seed=0)
-  prompts = heldout_prompts(sources, config, CHARS, 10)
+  prompts, fingerprint = heldout_prompts(sources, config, CHARS, 10)
   assert [p.prompt_id for p in prompts] == list(range(10))
   assert len(set(_rows(prompts))) == 10
   assert {row[0] for row in _rows(prompts)} == {'a', 'b'}
-  again = heldout_prompts(sources, config, CHARS, 10)
-  assert _rows(again) == _rows(prompts)
-  assert _rows(heldout_prompts(sources, config, CHARS, 5)) == _rows(prompts)[:5]
-  other = heldout_prompts(sources, Config(seed=1), CHARS, 10)
-  assert _rows(other) != _rows(prompts)
+  again, same = heldout_prompts(sources, config, CHARS, 10)
+  assert _rows(again) == _rows(prompts) and same == fingerprint
+  fewer, same = heldout_prompts(sources, config, CHARS, 5)
+  assert _rows(fewer) == _rows(prompts)[:5] and same == fingerprint
+  other, changed = heldout_prompts(sources, Config(seed=1), CHARS, 10)
+  assert _rows(other) != _rows(prompts) and changed != fingerprint
+  source(*_numbered(19, 20), ('39', '40'), name='b')  # one answer is another
+  _, changed = heldout_prompts(sources, config, CHARS, 10)
+  assert changed != fingerprint
 
 
 def test_heldout_of_too_few_rows_says_so(source, caplog):
-  prompts = heldout_prompts({'a': source(*_numbered(3))}, Config(), CHARS, 5)
+  entry = source(*_numbered(3))
+  prompts, _ = heldout_prompts({'a': entry}, Config(), CHARS, 5)
   assert sorted(_rows(prompts)) == ['a/0', 'a/1', 'a/2']
   assert '5 prompts asked for, only 3 exist' in caplog.text
 

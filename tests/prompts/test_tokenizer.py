@@ -47,7 +47,8 @@ def test_characters():
   assert ids.dtype == np.int32
   assert ids.tolist() == [3, 12, 4, 13]
   assert tokenizer.decode(ids) == '1+2='
-  assert tokenizer.decode([4, 1, 0, 5]) == '23'  # no eos, no pad
+  # Were they left out, '2' and '3' would be verified as 23.
+  assert tokenizer.decode([4, 1, 0, 5]) == '2<eos><pad>3'
   assert (tokenizer.vocab_size, tokenizer.pad_id) == (14, 0)
   assert tokenizer.stop_ids == (1,)
   batch = tokenizer.encode_batch(['1', '', '22'])
@@ -95,7 +96,8 @@ def test_smollm2_ids(smollm2):
 def test_smollm2_decodes_exactly(smollm2, text):
   ids = smollm2.encode(text)
   assert smollm2.decode(ids) == text
-  assert smollm2.decode([1, *ids, 2]) == text  # special tokens are skipped
+  whole = f'<|im_start|>{text}<|endoftext|>{text}'
+  assert smollm2.decode([1, *ids, 0, *ids]) == whole
 
 
 def test_smollm2_chat(smollm2):
@@ -180,10 +182,9 @@ def test_token_types_and_stops(tmp_path):
   tokenizer = load_tokenizer(_gguf(tmp_path / 'm.gguf', 'qwen2'))
   assert tokenizer.stop_ids == (1, 2)  # eos, then end of turn
   assert tokenizer.pad_id == 1  # none named: a stop token
-  # control tokens are skipped, user-defined ones are text
   ids = tokenizer.encode('<think>1</s>').tolist()
   assert (ids[0], ids[-1]) == (3, 1)
-  assert tokenizer.decode(ids) == '<think>1'
+  assert tokenizer.decode(ids) == '<think>1</s>'
 
 
 def test_unknown_families_list_the_legal_ones(tmp_path):

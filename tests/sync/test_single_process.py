@@ -121,6 +121,8 @@ CASES = [
       ('colocated one', 'untied', 'bfloat16', False),
       ('colocated eight', 'tied', 'bfloat16', True),
       (TWO_ENGINES[0], 'tied', 'bfloat16', False),
+      # Quantised from what the generator would have, not from the masters.
+      (STACKED[0], 'tied', 'bfloat16', False, 'int8'),
     ]
   ),
 ]
