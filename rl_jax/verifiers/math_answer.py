@@ -73,7 +73,7 @@ def verify(completion: str, answer: str | int, config: Config) -> Verdict:
     ValueError: the gold answer is no number; a completion never raises.
   """
   _, gold = _gold(answer)
-  tail = completion[-config.max_chars :].replace('\u2212', '-')
+  tail = completion[-config.max_chars :].translate(_MINUS)
   text = _extract(tail, config.extract)
   if not text or not (text := text.strip()):
     return Verdict('fail', 0.0, 'no answer found')
@@ -147,13 +147,22 @@ _WORDS = re.compile(
 )
 # Words behind a number that change its value, or join it to another one.
 _NOT_UNIT = re.compile(
-  r'\b(?:and|or|not|to|of|mod|plus|minus|times|over|e|i|pi|sqrt|log|ln|sin|cos'
-  r'|tan|squared|cubed|factorial|half|halves|divided|multiplied|negative'
-  r'|point (?:zero|oh|one|two|three|four|five|six|seven|eight|nine)'
-  r'|(?:lakh|crore|third|fourth|fifth|tenth'
-  r'|hundredth|thousandth|dozen|hundred|thousand|million|billion|trillion)s?)\b',
+  r'\b(?:and|or|not|but|to|of|mod|plus|minus|times|over|e|i|pi|sqrt|log|ln|sin'
+  r'|cos|tan|squared|cubed|factorial|half|halves|divided|multiplied|negative'
+  r'|zero|oh|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve'
+  r'|[a-z]+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|bn|mn'
+  r'|(?:lakh|crore|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh'
+  r'|twelfth|[a-z]+teenth|[a-z]+tieth|hundredth|thousandth|millionth'
+  r'|dozen|hundred|thousand|million|billion|trillion)s?)\b',
   re.ASCII | re.IGNORECASE,
 )
+# Units that may follow without a space; other letters there are variables.
+_ATTACHED = frozenset(
+  'mm cm km mg kg ml cl kW kWh kB MB GB Hz min hr hrs sec mph ft lb oz yd'.split()
+)
+_MINUS = {ord('\u2212'): '-', ord('\u2013'): '-'}  # minus sign, en dash
+_TEX_SPACE = r'(?:\s|~|\\[ ,;:!]|\\q?quad\b|\\displaystyle\b)*'
+_PADDED = re.compile(rf'{_TEX_SPACE}(.*?){_TEX_SPACE}', re.DOTALL)
 _WRAPPED = re.compile(
   r'\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\]|\*\*(.*)\*\*|\{(.*)\}'
   r'|\\(?:boxed|fbox|text|textbf|mathrm|mathbf)\s*\{(.*)\}',
@@ -178,7 +187,7 @@ def parse(text: str) -> Number | None:
     return None
   if _PLAIN.fullmatch(text):
     return Number(int(text))
-  text = _unwrapped(text.replace('\u2212', '-'))
+  text = _unwrapped(text.translate(_MINUS))
   if assigned := _ASSIGNED.fullmatch(text):
     text = _unwrapped(assigned[1] or assigned[2])
   sign = _SIGN.match(text)
@@ -198,7 +207,9 @@ def parse(text: str) -> Number | None:
 def _unwrapped(text: str) -> str:
   """`text` without the markup around the whole of it and a last period."""
   while True:
-    text = text.strip().removesuffix('.').rstrip()
+    padded = _PADDED.fullmatch(text.strip().removesuffix('.'))
+    assert padded is not None  # it matches any text
+    text = padded[1]
     match = _WRAPPED.fullmatch(text)
     if match is None:
       return text
@@ -237,7 +248,9 @@ def _unit(text: str, money: bool) -> str | None:
     words = 'percent'
   elif bare in ('°', r'^\circ', r'^{\circ}'):
     words = 'degree'
-  elif bare and (text == bare or not bare[1:2].isalpha()):
+  elif bare and (
+    bare not in _ATTACHED if text == bare else not bare[1:2].isalpha()
+  ):
     return None  # 10x and 10 x are products, 10 cm is not
   else:
     words = bare
