@@ -157,8 +157,8 @@ _NOT_UNIT = re.compile(
   re.ASCII | re.IGNORECASE,
 )
 # Units that may follow without a space; other letters there are variables.
-_ATTACHED = frozenset(
-  'mm cm km mg kg ml cl kW kWh kB MB GB Hz min hr hrs sec mph ft lb oz yd'.split()
+_ATTACHED = re.compile(
+  r'[mck]m|[mk]g|[mc]l|kWh?|[kMG]B|Hz|min|hrs?|sec|mph|ft|lb|oz|yd', re.ASCII
 )
 _MINUS = {ord('\u2212'): '-', ord('\u2013'): '-'}  # minus sign, en dash
 _TEX_SPACE = r'(?:\s|~|\\[ ,;:!]|\\q?quad\b|\\displaystyle\b)*'
@@ -249,7 +249,7 @@ def _unit(text: str, money: bool) -> str | None:
   elif bare in ('°', r'^\circ', r'^{\circ}'):
     words = 'degree'
   elif bare and (
-    bare not in _ATTACHED if text == bare else not bare[1:2].isalpha()
+    not _ATTACHED.fullmatch(bare) if text == bare else not bare[1:2].isalpha()
   ):
     return None  # 10x and 10 x are products, 10 cm is not
   else:
