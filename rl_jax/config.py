@@ -184,6 +184,7 @@ def architecture(section: ModelSource, vocab_size: int) -> models.ModelConfig:
   """Sizes of a model that starts from random parameters."""
   keys = {'vocab_size': vocab_size, **section.architecture}
   sizes = resolve.settings(models.ModelConfig, keys, 'model.architecture')
+  resolve.plugin('models', sizes.family)  # else an export finds out
   if sizes.vocab_size < vocab_size:
     raise ValueError(
       f'model.architecture.vocab_size={sizes.vocab_size}: the tokeniser has '

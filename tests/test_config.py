@@ -113,6 +113,9 @@ def test_a_random_model_has_a_row_for_every_token():
   assert config.architecture(sizes, 9).vocab_size == 9
   with pytest.raises(ValueError, match=r'vocab_size=9: .* has 10 tokens'):
     config.architecture(sizes, 10)
+  other = dataclasses.replace(sizes, architecture={'family': 'lama'})
+  with pytest.raises(ValueError, match=r"no 'lama'\. Did you mean 'llama'"):
+    config.architecture(other, 10)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,14 @@ class ModelConfig:
         raise ValueError(
           f'model.{name}={getattr(self, name)}: must be > 0 and finite.'
         )
+    legal = [
+      isinstance(x, int | float) and 0 < x < math.inf for x in self.rope_scaling
+    ]
+    if len(legal) not in (0, 4) or not all(legal):
+      raise ValueError(
+        f'model.rope_scaling={self.rope_scaling}: must be () or the four '
+        'positive numbers of Llama 3: factor, low, high, original positions.'
+      )
 
 
 @dataclasses.dataclass(frozen=True)

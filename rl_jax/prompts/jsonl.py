@@ -66,7 +66,7 @@ def rows(config: Config) -> Sequence[Row]:
 
 def _row(line: bytes, config: Config, where: str) -> Row:
   try:
-    record = json.loads(line.decode('utf-8'))
+    record = json.loads(line.decode('utf-8'), object_pairs_hook=_object)
   # Of the encoding, of the JSON, or nested too deep.
   except (ValueError, RecursionError) as e:
     raise ValueError(f'{where}: not JSON in UTF-8: {e}') from e
@@ -83,6 +83,15 @@ def _row(line: bytes, config: Config, where: str) -> Row:
     answer=answer,
     solution=_text(record, config.solution, where) if config.solution else '',
   )
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  record = dict(pairs)
+  if len(record) < len(pairs):
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    raise ValueError(f'an object has {twice} more than once')
+  return record
 
 
 def _column(record: dict[str, Any], column: str, where: str) -> Any:

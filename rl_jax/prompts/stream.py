@@ -269,7 +269,7 @@ def _load_source(
     for i, row in enumerate(chunk, start):
       _check_row(row, i, where)
     texts = [render(row.prompt, config, tokenizer) for row in chunk]
-    tokens = tokenizer.encode_batch(texts)
+    tokens = _encoded(texts, start, where, tokenizer)
     lengths += [len(t) for t in tokens]
     facts = [(t, r.answer, r.solution) for t, r in zip(texts, chunk)]
     digest.update(_serialised(facts, where))
@@ -289,6 +289,20 @@ def _load_source(
     report,
     digest.hexdigest(),
   )
+
+
+def _encoded(
+  texts: list[str], first: int, where: str, tokenizer: Tokenizer
+) -> list[np.ndarray]:
+  try:
+    return tokenizer.encode_batch(texts)
+  except ValueError:
+    for i, text in enumerate(texts, first):  # which of them was it?
+      try:
+        tokenizer.encode(text)
+      except ValueError as e:
+        raise ValueError(f'{where}: row {i}: {e}') from e
+    raise
 
 
 def _rows(entry: Mapping[str, Any], where: str) -> Sequence[Row]:

@@ -250,6 +250,8 @@ def test_the_program_does_not_grow_with_depth():
     ({'head_dim': 0}, 'model.head_dim=0: must be >= 2'),
     ({'rope_theta': float('nan')}, 'model.rope_theta=nan: must be > 0'),
     ({'rope_theta': 0.0}, 'model.rope_theta=0.0: must be > 0'),
+    ({'rope_scaling': (1,)}, r'model.rope_scaling=\(1,\): must be'),
+    ({'rope_scaling': (8.0, 1, 4, 'x')}, 'model.rope_scaling='),
     ({'norm_eps': float('inf')}, 'model.norm_eps=inf: must be > 0'),
     ({'max_positions': -1}, 'model.max_positions=-1: must be > 0'),
   ],

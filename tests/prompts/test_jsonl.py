@@ -78,6 +78,10 @@ def test_a_path_that_is_none_is_named(path):
     (b'[' * 100_000, 'not JSON'),
     (b'{"prompt": "\xff", "answer": "1"}', 'UTF-8'),
     (b'[1]', 'must be an object'),
+    (
+      b'{"prompt": "x", "answer": "1", "answer": "2"}',
+      "['answer'] more than once",
+    ),
     (b'{"answer": "1"}', "no column 'prompt'"),
     (b'{"prompt": "x"}', "no column 'answer'"),
     (b'{"prompt": 3, "answer": "1"}', "'prompt' must be a non-empty string"),

@@ -393,6 +393,14 @@ def test_solution(source):
     stream.check_solutions(longest - 1)
 
 
+def test_a_prompt_that_cannot_be_spelt_is_named(source):
+  sources = {'a': source(('1', '1'), ('2 Z', '2'))}
+  with pytest.raises(
+    ValueError, match=r"prompts\.train\.a: row 1: 'Z' in '2 Z'"
+  ):
+    _stream(sources)
+
+
 def test_a_solution_that_cannot_be_spelt_is_found_before_it_is_drawn(
   monkeypatch,
 ):
