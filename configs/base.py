@@ -56,6 +56,7 @@ def get_config() -> ConfigDict:
         kv_format='dtype',  # dtype | int8, of the KV cache
         attention='auto',  # auto | xla_loop | pallas_tpu
         unroll_layers=True,  # faster on CPU; False compiles faster
+        prefix_cache=True,  # prompts that begin alike share pages
         order='fifo',  # of a step's requests: fifo | longest expected first
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain
       ),

@@ -10,34 +10,24 @@ included. The same command goes on with an `--out` that was interrupted. Rows
 that cannot be completed get a line with their `error`; then the exit code is 1.
 """
 
-import logging
 import pathlib
 import sys
 
-from absl import app, flags
-from ml_collections import config_flags
+from absl import flags
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # configs/ import each other
 
-_CONFIG = config_flags.DEFINE_config_file(
-  'config', accept_new_attributes=True, lock_config=False
-)
+from rl_jax import command_line
+
 _PROMPTS = flags.DEFINE_string('prompts', None, 'JSON lines.', required=True)
 _OUT = flags.DEFINE_string('out', None, 'JSON lines.', required=True)
 _COLUMN = flags.DEFINE_string('column', 'prompt', 'Of the prompts.')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'Of a run; its policy answers.')
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'{argv[1:]}: only --flags are taken.')
-  config = _CONFIG.value
-  logging.getLogger('jax').setLevel(logging.WARNING)
-  import jax
-
-  if config.mesh.num_cpu_devices > 0:
-    jax.config.update('jax_num_cpu_devices', config.mesh.num_cpu_devices)
+def main() -> None:
+  config = command_line.begin()
   from rl_jax.generate import generate
 
   failed = generate(
@@ -53,5 +43,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('config')
-  app.run(main)
+  command_line.run(main)

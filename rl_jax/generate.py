@@ -70,8 +70,7 @@ def generate(
   Raises:
     ValueError: config, files or workdir do not fit; `out` is of another call.
   """
-  if not prompts.is_file():
-    raise ValueError(f'--prompts={prompts}: there is no such file.')
+  _check_files(prompts, out, column)
   s = configs.settings(config)
   tokenizer = load_tokenizer(s.model.tokenizer or s.model.source)
   sampling = s.evaluation.sampling(s.sampling_params(tokenizer.stop_ids))
@@ -103,6 +102,24 @@ def generate(
       file.write(''.join(json.dumps(line) + '\n' for line in lines))
       file.flush()
   return failed
+
+
+def _check_files(prompts: pathlib.Path, out: pathlib.Path, column: str) -> None:
+  if not prompts.is_file():
+    raise ValueError(f'--prompts={prompts}: there is no such file.')
+  if not out.parent.is_dir():
+    raise ValueError(f'--out={out}: there is no folder {out.parent}.')
+  if out.exists() and out.samefile(prompts):
+    raise ValueError(f'--out={out} is --prompts; name another file.')
+  try:
+    first = json.loads(next(_records(prompts), b''))
+  except ValueError:
+    return  # a bad row, which gets its line
+  if isinstance(first, dict) and column not in first:
+    raise ValueError(
+      f'--prompts={prompts}: no column {column!r}; the first row has '
+      f'{", ".join(sorted(first))}. Name one with --column=.'
+    )
 
 
 def _params(

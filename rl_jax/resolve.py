@@ -43,6 +43,8 @@ def plugin(folder: str, name: str) -> ModuleType:
     legal = available(folder)
     close = difflib.get_close_matches(name, legal, n=1)
     hint = f' Did you mean {close[0]!r}?' if close else ''
+    if e.name != path:
+      hint += f' (Not even {e.name!r} can be imported.)'
     raise ValueError(
       f'{folder}: there is no {name!r}.{hint} {_legal(folder)}'
     ) from e
@@ -100,6 +102,7 @@ def settings(
     ValueError: unknown, retired or missing key, or value of a wrong type.
   """
   fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+  _check_own(cls, fields, where)
   hints = get_type_hints(cls)
   values = {}
   prefix = f'{where}.' if where else ''
@@ -124,6 +127,21 @@ def settings(
       f'with --config.{prefix}{missing[0]}=.'
     )
   return cls(**values)
+
+
+def _check_own(cls: type, fields: Collection[str], where: str) -> None:
+  """A class that forgot its decorator or an annotation would lose a key."""
+  for name in cls.__annotations__.keys() | vars(cls).keys():
+    value = vars(cls).get(name)
+    constant = 'ClassVar' in str(cls.__annotations__.get(name))
+    if name in fields or name.startswith('_') or constant:
+      continue
+    if not (callable(value) or isinstance(value, property | classmethod)):
+      raise ValueError(
+        f'{where}: {name} of {cls.__module__}.{cls.__qualname__} is no key: '
+        'annotate it, as in `tau: float = 1.0`, and put '
+        '@dataclasses.dataclass(frozen=True) over the class.'
+      )
 
 
 def unknown_key(

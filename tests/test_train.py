@@ -70,17 +70,17 @@ def verify(completion, answer, config):
 def examples(answer, config):
   return {'gold': answer, 'empty': '', 'wrong': '0' + answer}
 """
-# GRPO, whose advantages are nan from a group on, if somebody says so.
+# GRPO, whose gradient is infinite from a group on, if somebody says so.
 ALGORITHM = """
 import numpy as np
 from rl_jax.algorithms.grpo import Config, advantages as _advantages, loss
 
-groups_until_nan = float('inf')
+groups_until_inf = float('inf')
 
 def advantages(rewards, config):
-  global groups_until_nan
-  groups_until_nan -= len(rewards) == 4  # not where the plugin is tried
-  return _advantages(rewards, config) * (np.nan if groups_until_nan < 0 else 1)
+  global groups_until_inf
+  groups_until_inf -= len(rewards) == 4  # not where the plugin is tried
+  return _advantages(rewards, config) * (1e38 if groups_until_inf < 0 else 1)
 """
 
 
@@ -132,7 +132,7 @@ def plugins(tmp_path_factory):
   folder = tmp_path_factory.mktemp('path')
   (folder / 'their_plugins').mkdir()
   (folder / 'their_plugins' / 'digits.py').write_text(VERIFIER)
-  (folder / 'their_plugins' / 'nan_grpo.py').write_text(ALGORITHM)
+  (folder / 'their_plugins' / 'inf_grpo.py').write_text(ALGORITHM)
   return folder
 
 
@@ -579,19 +579,19 @@ def test_a_lost_token_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nan_names_the_step_and_spares_the_checkpoint(
+def test_what_is_not_finite_names_the_step_and_spares_the_checkpoint(
   tmp_path, monkeypatch, finished
 ):
-  from their_plugins import nan_grpo
+  from their_plugins import inf_grpo
 
-  config = tiny(algorithm__name='their_plugins.nan_grpo')
-  monkeypatch.setattr(nan_grpo, 'groups_until_nan', 2 * PROMPTS)
-  with pytest.raises(NonFinite, match=r'^step 2: loss=nan'):
+  config = tiny(algorithm__name='their_plugins.inf_grpo')
+  monkeypatch.setattr(inf_grpo, 'groups_until_inf', 2 * PROMPTS)
+  with pytest.raises(NonFinite, match=r'^step 2: .*grad_norm=inf'):
     train(config, tmp_path)
   assert steps_with(tmp_path, 'reward') == [0, 1]
   assert checkpoints(tmp_path) == [1, 2]
   # Mended, it goes on from there as if nothing had been.
-  monkeypatch.setattr(nan_grpo, 'groups_until_nan', float('inf'))
+  monkeypatch.setattr(inf_grpo, 'groups_until_inf', float('inf'))
   summary = train(config, tmp_path)
   assert summary['params_sha256'] == finished[1]['params_sha256']
 
@@ -988,12 +988,14 @@ def test_killed_at_any_moment_it_goes_on(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_everything(launch, tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_who_is_asked_to_end_saves_everything(launch, tmp_path, number):
   workdir = tmp_path / 'run'
   process = launch(workdir, num_steps=100)
-  code, output = run_until(process, 'step    2/100', signal.SIGTERM)
-  assert code == 143, output
+  code, output = run_until(process, 'step    2/100', number)
+  assert code == 128 + number, output
   assert 'saved: the same command goes on' in output
+  assert 'Traceback' not in output
   done = steps_with(workdir, 'reward')
   assert done == list(range(checkpoints(workdir)[-1]))
   assert 2 <= len(done) < 100

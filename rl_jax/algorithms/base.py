@@ -130,7 +130,7 @@ def check_plugin(algorithm: ModuleType, config: Any) -> None:
   shape: Any = jax.ShapeDtypeStruct((3, 5), jnp.float32)
   inputs = LossInputs(*(shape,) * len(LossInputs._fields))
   try:
-    advantages = np.asarray(algorithm.advantages(rewards, config))
+    advantages = np.asarray(algorithm.advantages(rewards, config), np.float64)
     token_loss, metrics = jax.eval_shape(bind(algorithm, config), inputs)
     shapes = {'loss': token_loss.shape}
     shapes |= {f'metric {k!r}': v.shape for k, v in metrics.items()}
@@ -139,11 +139,7 @@ def check_plugin(algorithm: ModuleType, config: Any) -> None:
       f'{where} fails on two rewards or on inputs of shape {shape.shape}: '
       f'{type(e).__name__}: {e}. {_CONTRACT}'
     ) from e
-  if advantages.shape != (2,) or not np.isfinite(advantages).all():
-    raise ValueError(
-      f'{where}: advantages({rewards}) gave {advantages}, which is not a '
-      f'finite number for each reward. {_CONTRACT}'
-    )
+  _check_advantages(rewards, advantages, where)
   for name, found in shapes.items():
     if found != shape.shape:
       raise ValueError(
@@ -159,20 +155,39 @@ def check_plugin(algorithm: ModuleType, config: Any) -> None:
     )
 
 
+def _check_advantages(
+  rewards: np.ndarray, advantages: np.ndarray, where: str
+) -> None:
+  if advantages.shape != rewards.shape:
+    fault = f'of shape {advantages.shape} instead of {rewards.shape}'
+  elif not np.isfinite(advantages).all():
+    fault = 'not finite'
+  else:
+    return
+  raise ValueError(
+    f'{where}: advantages({rewards.tolist()}) gave {advantages.tolist()}, '
+    f'{fault}. {_CONTRACT}'
+  )
+
+
 def _mixes_tokens(loss: Loss, shape: tuple[int, int]) -> bool:
   """Whether another value at the first token is seen by the others."""
   rng = np.random.default_rng(0)
+  mask = jnp.ones(shape)
   numbers = rng.standard_normal((len(LossInputs._fields) - 1, *shape))
-  mask, first = jnp.ones(shape), np.zeros(shape)
-  first[0, 0] = 1.0
+
+  def others(numbers: np.ndarray) -> np.ndarray:
+    inputs = LossInputs(*map(jnp.float32, numbers), loss_mask=mask)
+    return np.asarray(loss(inputs)[0]).ravel()[1:]
+
   with jax.default_device(jax.local_devices(backend='cpu')[0]):
-    before, after = (
-      np.asarray(
-        loss(LossInputs(*map(jnp.float32, x), loss_mask=mask))[0]
-      ).ravel()[1:]
-      for x in (numbers, numbers + first)
-    )
-  return not np.array_equal(before, after, equal_nan=True)
+    before = others(numbers)
+    for field in range(len(numbers)):  # one by one: a ratio sees differences
+      changed = numbers.copy()
+      changed[field, 0, 0] += 1.0
+      if not np.array_equal(before, others(changed), equal_nan=True):
+        return True
+  return False
 
 
 # ---- Aggregation: the weight of a token, from the lengths of all sequences.
@@ -243,6 +258,9 @@ def select(
   truncation rule makes of them, and leave the loss, its denominator included.
   With `truncated='zero'` a completion cut at max_tokens is rewarded 0; with
   'mask' it counts for the baseline only.
+
+  Raises:
+    ValueError: the advantages of a group are not a finite number for each.
   """
   scored: list[Scored] = []
   excluded: dict[str, list[Rollout]] = {name: [] for name in EXCLUSIONS}
@@ -256,7 +274,9 @@ def select(
       excluded['no_signal'] += judged
       continue
     num_groups += 1
-    for rollout, advantage in zip(judged, advantages(rewards), strict=True):
+    found = np.asarray(advantages(rewards), np.float64)
+    _check_advantages(rewards, found, 'algorithm')
+    for rollout, advantage in zip(judged, found, strict=True):
       if rollout.num_completion_tokens == 0:
         excluded['empty'].append(rollout)
       elif config.truncated == 'mask' and rollout.finish_reason == 'length':

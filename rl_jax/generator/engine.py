@@ -7,7 +7,8 @@ dispatch, `free` takes a slot back; `load_params` may be called between any
 two of them. Which verb runs when is the scheduler's business; running out of
 pages raises OutOfPages and changes nothing.
 
-The samples of a prompt share its full pages; only the last, partial page is
+The samples of a prompt share its full pages, and so do prompts of the same
+policy version that begin alike (pages.py); only the last, partial page is
 copied: `insert` notes the copy, and all that are noted run in one dispatch
 before anything else touches the pages. Every program (programs.py) has one
 shape, so nothing compiles after the first use of each verb. Slot state lives on
@@ -28,7 +29,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rl_jax.generator.pages import PagePool
+from rl_jax.generator.pages import OutOfPages, PagePool
 from rl_jax.generator.programs import Config, Limits, Programs, Slots
 from rl_jax.models.base import Model, Params
 from rl_jax.types import Request
@@ -50,7 +51,8 @@ class Prefix:
   tokens: np.ndarray  # [T] int32: the prompt, or prompt + resumed completion
   sample_indices: list[int]  # samples still to be inserted
   pages: list[int]
-  done: int = 0  # tokens whose keys and values are in the pages
+  done: int  # tokens whose keys and values are in the pages
+  policy_version: int  # of what is in the pages
   first: dict[int, Drawn] = dataclasses.field(default_factory=dict)
 
   @property
@@ -94,9 +96,11 @@ class Engine:
         f'{limits.length} tokens on pages of {config.page_size} need at '
         f'least {smallest}; {full} never preempts, and is what 0 means.'
       )
-    self.pool = PagePool(self.num_pages)
+    self.pool = PagePool(self.num_pages, config.page_size)
+    self.tokens_prefilled = self.tokens_matched = 0
     self._slots = Slots.empty(config.num_slots, self._width, limits)
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
+    self._versions = [-1] * config.num_slots  # of what is in a slot's pages
     self._noted: list[tuple[int, int]] = []  # page copies: source, target
     self._programs = Programs(
       model,
@@ -113,6 +117,7 @@ class Engine:
   def load_params(self, params: Params, policy_version: int) -> int:
     """Takes new weights for the next dispatch; returns their version."""
     self._params, self.policy_version = params, policy_version
+    self.pool.forget()
     return self.policy_version
 
   # ---- prompts
@@ -120,9 +125,27 @@ class Engine:
   def start(
     self, request: Request, tokens: np.ndarray, sample_indices: Sequence[int]
   ) -> Prefix:
-    """Takes pages for a prompt; OutOfPages if they are not to be had."""
-    pages = self.pool.allocate(-(-len(tokens) // self.config.page_size))
-    return Prefix(request, tokens, list(sample_indices), pages)
+    """Takes pages for a prompt; OutOfPages if they are not to be had.
+
+    Its beginning may be in pages already (`generator.prefix_cache`).
+    """
+    size = self.config.page_size
+    known = self.pool.match(tokens) if self.config.prefix_cache else []
+    try:
+      new = self.pool.allocate(-(-len(tokens) // size) - len(known))
+    except OutOfPages:
+      self.pool.release(known)
+      raise
+    done = len(known) * size
+    self.tokens_matched += done
+    return Prefix(
+      request,
+      tokens,
+      list(sample_indices),
+      known + new,
+      done,
+      self.policy_version,
+    )
 
   def prefill(self, prefixes: Sequence[Prefix]) -> None:
     """Up to `prefill_tokens` of the prefixes' tokens, the first ones' first.
@@ -146,12 +169,15 @@ class Engine:
         start[r], count[r] = prefix.done, len(part)
         table[r, : len(prefix.pages)] = prefix.pages
         prefix.done += len(part)
+        self.tokens_prefilled += len(part)
         if prefix.complete:
           last[r] = prefix
         r += 1
     self._caches, hidden_RD = self._programs.prefill(
       self._params, self._caches, tokens, start, count, table
     )
+    for prefix in last.values():
+      self._remember(prefix.tokens, prefix.pages, prefix.policy_version)
     self._draw_first(hidden_RD, last)
 
   def drop(self, prefix: Prefix) -> None:
@@ -176,6 +202,7 @@ class Engine:
       shared = prefix.pages[:num_full]
       self.pool.share(shared)
       self._set_pages(slot, shared + own[i : i + 1])
+      self._versions[slot] = prefix.policy_version
       self._fill_slot(prefix, index, slot)
       prefix.sample_indices.remove(index)
     self._noted += [(prefix.pages[num_full], page) for page in own]
@@ -208,9 +235,18 @@ class Engine:
       self._advance(slot, tokens)
     return drawn
 
-  def free(self, slot: int) -> None:
-    """Returns the slot's pages; the slot may be filled again."""
+  def free(self, slot: int, tokens: np.ndarray | None = None) -> None:
+    """Returns the slot's pages; the slot may be filled again.
+
+    Args:
+      slot: that was filled.
+      tokens: prompt and completion, by which the pages will be known; None
+        if they are not worth it.
+    """
     self._copy_noted()  # or its pages could be the target of two copies
+    if tokens is not None:
+      written = tokens[: self._slots.position[slot]]
+      self._remember(written, self._pages[slot], self._versions[slot])
     self.pool.release(self._pages[slot])
     self._set_pages(slot, [])
     self._slots.active[slot] = False
@@ -229,6 +265,12 @@ class Engine:
       self._caches = self._programs.copy(self._caches, *pairs)
 
   # ---- host state
+
+  def _remember(
+    self, tokens: np.ndarray, pages: list[int], policy_version: int
+  ) -> None:
+    if self.config.prefix_cache and policy_version == self.policy_version:
+      self.pool.remember(tokens, pages)
 
   def _set_pages(self, slot: int, pages: list[int]) -> None:
     self._pages[slot] = pages

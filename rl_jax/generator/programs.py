@@ -48,6 +48,7 @@ class Config:
   kv_format: str = 'dtype'  # of KV: dtype | int8, see kv_layout.py
   attention: str = 'auto'  # auto | xla_loop | pallas_tpu
   unroll_layers: bool = True  # faster on CPU; False compiles faster
+  prefix_cache: bool = True  # prompts that begin alike share pages
   order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
   on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
 

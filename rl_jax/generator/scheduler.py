@@ -62,6 +62,11 @@ class _Sample:
     self.kept.append(drawn.kept_logmass)
     self.versions.append(version)
 
+  def sequence(self) -> np.ndarray:
+    """Prompt and completion."""
+    drawn = np.asarray(self.tokens, np.int32)
+    return np.concatenate([self.request.prompt.tokens, drawn])
+
   def finish_reason(self) -> FinishReason | None:
     stopped = self.tokens[-1] in self.request.sampling.stop_ids
     if stopped or self.stopped_by_text:
@@ -84,11 +89,6 @@ class _Work:
   @property
   def started(self) -> bool:
     return bool(self.samples[0].tokens)
-
-  def tokens(self) -> np.ndarray:
-    first = self.samples[0]
-    prompt = first.request.prompt.tokens
-    return np.concatenate([prompt, np.asarray(first.tokens, np.int32)])
 
   def __lt__(self, other: _Work) -> bool:
     return self.age < other.age
@@ -221,8 +221,7 @@ class Scheduler:
           if not sample.stopped_by_text:
             self._append(sample, token, version)
         if sample.stopped_by_text or not self.engine.is_active(slot):
-          self._running.pop(slot)
-          self.engine.free(slot)
+          self._vacate(slot)
           done.append(_completion(sample))
     if self.engine.config.order == 'longest':
       for completion in done:
@@ -240,8 +239,7 @@ class Scheduler:
     ended = []
     for slot, sample in list(self._running.items()):
       if mine(sample):
-        self.engine.free(slot)
-        ended.append(self._running.pop(slot))
+        ended.append(self._vacate(slot))
     for held in list(self._held):
       for index, sample in list(held.samples.items()):
         if mine(sample):
@@ -295,7 +293,7 @@ class Scheduler:
   def _admit(self) -> None:
     config = self.engine.config
     while len(self._held) < config.prefill_rows and (work := self._next()):
-      tokens = work.tokens()
+      tokens = work.samples[0].sequence()
       # Leave each running slot a page, or the newcomer is preempted at once.
       needed = -(-len(tokens) // config.page_size) + len(self._running)
       if self._running and needed > self.engine.pool.num_free:
@@ -376,8 +374,12 @@ class Scheduler:
 
   def _preempt_slot(self, slot: int) -> None:
     self.preemptions += 1
-    self.engine.free(slot)
-    bisect.insort(self._queue, _Work([self._running.pop(slot)]))
+    bisect.insort(self._queue, _Work([self._vacate(slot)]))
+
+  def _vacate(self, slot: int) -> _Sample:
+    sample = self._running.pop(slot)
+    self.engine.free(slot, sample.sequence())
+    return sample
 
   def _preempt_held(self, held: _Held) -> None:
     """Back to the queue; samples with tokens of their own go one by one."""

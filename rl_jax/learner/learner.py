@@ -155,8 +155,8 @@ class Learner:
     if not (np.isfinite(values['loss']) and np.isfinite(values['grad_norm'])):
       raise NonFinite(
         f'step {step}: loss={values["loss"]}, '
-        f'grad_norm={values["grad_norm"]}. Lower optimizer.learning_rate, or '
-        'look at the rollouts of this step.'
+        f'grad_norm={values["grad_norm"]}. Look at the rollouts of this step '
+        "and at the algorithm's loss, or lower optimizer.learning_rate."
       )
     return state, values
 

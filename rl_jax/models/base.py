@@ -53,28 +53,33 @@ class ModelConfig:
   def __post_init__(self):
     for name in ('vocab_size', 'num_layers', 'd_model', 'd_ffn', 'num_heads'):
       if getattr(self, name) < 1:
-        raise ValueError(f'model.{name}={getattr(self, name)}: must be >= 1.')
+        raise ValueError(
+          f'model.architecture.{name}={getattr(self, name)}: must be >= 1.'
+        )
     if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
       raise ValueError(
-        f'model.num_heads={self.num_heads} must be a multiple of '
-        f'model.num_kv_heads={self.num_kv_heads}.'
+        f'model.architecture.num_heads={self.num_heads} must be a multiple of '
+        f'model.architecture.num_kv_heads={self.num_kv_heads}.'
       )
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(
-        f'model.head_dim={self.head_dim}: must be >= 2 and even, for RoPE.'
+        f'model.architecture.head_dim={self.head_dim}: must be >= 2 and '
+        'even, for RoPE.'
       )
     for name in ('rope_theta', 'norm_eps', 'max_positions'):
       if not 0 < getattr(self, name) < math.inf:
         raise ValueError(
-          f'model.{name}={getattr(self, name)}: must be > 0 and finite.'
+          f'model.architecture.{name}={getattr(self, name)}: must be > 0 '
+          'and finite.'
         )
     legal = [
       isinstance(x, int | float) and 0 < x < math.inf for x in self.rope_scaling
     ]
     if len(legal) not in (0, 4) or not all(legal):
       raise ValueError(
-        f'model.rope_scaling={self.rope_scaling}: must be () or the four '
-        'positive numbers of Llama 3: factor, low, high, original positions.'
+        f'model.architecture.rope_scaling={self.rope_scaling}: must be () or '
+        'the four positive numbers of Llama 3: factor, low, high, original '
+        'positions.'
       )
 
 

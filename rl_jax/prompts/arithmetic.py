@@ -35,16 +35,18 @@ class Config:
     repeated = len(signs) < len(self.operators)
     if not signs or repeated or not signs <= set(_OPERATORS):
       raise ValueError(
-        f'{self.operators=}: must be one or more of '
+        f'operators={self.operators!r}: must be one or more of '
         f'{"".join(_OPERATORS)!r}, each once.'
       )
     if not 1 <= self.min_digits <= self.max_digits <= _MAX_DIGITS:
       raise ValueError(
-        f'{self.min_digits=}, {self.max_digits=}: must be 1 to {_MAX_DIGITS}, '
-        'in this order.'
+        f'min_digits={self.min_digits!r}, max_digits={self.max_digits!r}: '
+        f'must be 1 to {_MAX_DIGITS}, in this order.'
       )
     if self.num_rows < 0:
-      raise ValueError(f'{self.num_rows=}: must be >= 0 (0 takes all).')
+      raise ValueError(
+        f'num_rows={self.num_rows!r}: must be >= 0 (0 takes all).'
+      )
 
   @property
   def operands(self) -> range:

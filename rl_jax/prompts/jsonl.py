@@ -33,7 +33,9 @@ class Config:
 
   def __post_init__(self):
     if self.limit < 0:
-      raise ValueError(f'{self.limit=}: must be >= 0 (0 takes all rows).')
+      raise ValueError(
+        f'limit={self.limit!r}: must be >= 0 (0 takes all rows).'
+      )
 
 
 def rows(config: Config) -> Sequence[Row]:
@@ -104,9 +106,11 @@ def _column(record: dict[str, Any], column: str, where: str) -> Any:
 
 def _text(record: dict[str, Any], column: str, where: str) -> str:
   value = _column(record, column, where)
+  if type(value) is int:
+    return str(value)
   if not isinstance(value, str) or not value:
     raise ValueError(
-      f'{where}: column {column!r} must be a non-empty string, not '
+      f'{where}: column {column!r} must be a non-empty string or an int, not '
       f'{value!r:.80}.'
     )
   if re.search('[\ud800-\udfff]', value):

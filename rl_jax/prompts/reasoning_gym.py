@@ -53,9 +53,11 @@ class Config:
   def __post_init__(self):
     base.check_split(self.split, self.heldout_fraction)
     if self.task not in TASKS:
-      raise ValueError(f'{self.task=}: must be one of {", ".join(TASKS)}.')
+      raise ValueError(
+        f'task={self.task!r}: must be one of {", ".join(TASKS)}.'
+      )
     if self.size < 1:
-      raise ValueError(f'{self.size=}: must be >= 1.')
+      raise ValueError(f'size={self.size!r}: must be >= 1.')
 
 
 def rows(config: Config) -> Sequence[base.Row]:

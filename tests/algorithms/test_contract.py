@@ -161,8 +161,10 @@ def test_a_plugin_that_keeps_the_contract_passes_its_check(plugin_of, name):
 @pytest.mark.parametrize(
   'name, value, message',
   [
-    ('advantages', lambda rewards, config: rewards[:1], 'finite number for'),
-    ('advantages', lambda rewards, config: rewards / 0, 'finite number for'),
+    ('advantages', lambda rewards, config: rewards[:1], r'\(1,\) instead of'),
+    ('advantages', lambda rewards, config: rewards / 0, 'inf.*, not finite'),
+    ('advantages', lambda rewards, config: [None] * 2, 'not finite'),
+    ('advantages', lambda rewards, config: ['a', 'b'], 'ValueError'),
     ('advantages', lambda rewards: rewards, 'TypeError'),
     ('loss', lambda i, c: (i.logprobs.sum(), {}), r'loss has shape \(\)'),
     ('loss', lambda i, c: i.logprobs, 'ValueError: too many values'),
@@ -175,6 +177,14 @@ def test_a_plugin_that_keeps_the_contract_passes_its_check(plugin_of, name):
     (
       'loss',
       lambda i, c: (i.logprobs * (i.advantages - i.advantages.mean()), {}),
+      'loss of a token changes with other tokens',
+    ),
+    (  # one number for a sequence: what moves both log-probs is not seen
+      'loss',
+      lambda i, c: (
+        i.advantages * jnp.exp(base.log_ratio(i).mean(1, keepdims=True)),
+        {},
+      ),
       'loss of a token changes with other tokens',
     ),
   ],

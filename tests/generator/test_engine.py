@@ -139,7 +139,10 @@ def test_out_of_pages_changes_nothing(lab):
     engine.prefill([prefix])
   hoard = engine.pool.allocate(engine.pool.num_free - 1)
   with pytest.raises(OutOfPages):
-    engine.start(request, request.prompt.tokens, [0])
+    engine.start(request, request.prompt.tokens[::-1], [0])
+  longer = np.tile(request.prompt.tokens, 2)  # of which one page is known
+  with pytest.raises(OutOfPages):
+    engine.start(request, longer, [0])
   with pytest.raises(OutOfPages):
     engine.insert(prefix, {0: 0, 1: 1})
   assert prefix.sample_indices == [0, 1]
@@ -155,6 +158,72 @@ def test_out_of_pages_changes_nothing(lab):
   engine.free(0)
   engine.pool.release(hoard)
   assert engine.pool.num_free == engine.num_pages - 1
+
+
+# ---- prompts that begin alike
+
+
+def _conversation(lab, engine, turns=3, swap=0):
+  """Each turn is the one before, its completion and two more tokens.
+
+  Before turn `swap` the engine gets other weights.
+  """
+  scheduler = lab.scheduler(engine)
+  tokens, results, matched = [3, 1, 4, 1, 5], {}, []
+  for turn in range(1, turns + 1):
+    if turn == swap:
+      scheduler.offer_params(lab.weights(engine, 1), 1)
+    request = lab.request(turn, tokens=tokens, max_tokens=6)
+    before = engine.tokens_matched
+    results |= lab.run(engine, [request], scheduler=scheduler)
+    matched.append(engine.tokens_matched - before)
+    drawn = results[0, turn, 0].tokens.tolist()
+    assert len(drawn) == 6
+    tokens = [*tokens, *drawn, 7, turn]
+  return results, matched
+
+
+def test_turns_of_a_conversation_find_their_pages(lab):
+  engine = lab.engine()
+  found, matched = _conversation(lab, engine)
+  # 5 + 5 tokens with pages of 4 each, and 13 + 5 of the second turn.
+  assert matched == [0, 8, 16]
+  lab.assert_parity(found)
+  without = lab.engine(prefix_cache=False)
+  anew, matched = _conversation(lab, without)
+  assert matched == [0, 0, 0]
+  lab.assert_equal(found, anew)
+
+
+def test_pages_of_old_weights_are_not_found(lab):
+  engine = lab.engine()
+  results, matched = _conversation(lab, engine, swap=3)
+  assert matched == [0, 8, 0]
+  lab.assert_parity({k: c for k, c in results.items() if k[1] == 3}, seed=1)
+
+
+@pytest.mark.parametrize('policy', ['keep', 'recompute'])
+def test_what_was_under_way_when_the_weights_came_is_not_found(lab, policy):
+  """Its pages are of both, or of the old ones only."""
+  engine = lab.engine(on_new_weights=policy)
+  scheduler = lab.scheduler(engine)
+
+  def before_step(scheduler, n):
+    if n == 2:
+      scheduler.offer_params(lab.weights(engine, 1), 1)
+
+  first = lab.request(0, 9, max_tokens=12)
+  results = lab.run(
+    engine, [first], scheduler=scheduler, before_step=before_step
+  )
+  versions = results[0, 0, 0].policy_versions
+  assert set(versions) == {0, 1}
+  before = engine.tokens_matched
+  again = lab.request(1, tokens=[*first.prompt.tokens, 1, 2])
+  after = lab.run(engine, [again], scheduler=scheduler)
+  # Recomputed, they are all of the new ones.
+  assert engine.tokens_matched - before == {'keep': 0, 'recompute': 8}[policy]
+  lab.assert_parity(after, seed=1)
 
 
 # ---- sampling parameters

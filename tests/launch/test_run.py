@@ -62,6 +62,24 @@ def test_a_typo_ends_the_run_before_it_begins(launch, tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize(
+  'flag, message',
+  [
+    ('--config.foo.bar=1', "there is no section 'foo'"),
+    ('--config.algorithm=rloo', 'as --config.algorithm.name=rloo.'),
+    ('--config.num_steps=x', 'num_steps'),
+    ('--confg=x', "Unknown command line flag 'confg'"),
+    ('--config.prompts_per_step=0', 'prompts_per_step=0: must be'),
+  ],
+)
+def test_a_mistake_is_one_message(launch, tmp_path, flag, message):
+  done = launch(f'--config={ROOT / CONFIG}', flag)
+  assert done.returncode == 1
+  assert message in done.stderr
+  assert 'Traceback' not in done.stderr
+  assert not (tmp_path / 'run').exists()
+
+
 def test_the_entry_point_is_thin():
   lines = (ROOT / 'launch' / 'run.py').read_text().splitlines()
   assert len(lines) <= 60

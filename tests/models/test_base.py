@@ -244,16 +244,25 @@ def test_the_program_does_not_grow_with_depth():
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'num_layers': 0}, 'model.num_layers=0: must be >= 1'),
+    ({'num_layers': 0}, 'model.architecture.num_layers=0: must be >= 1'),
     ({'num_kv_heads': 3}, 'num_heads=4 must be a multiple of .*=3'),
-    ({'head_dim': 7}, 'model.head_dim=7'),
-    ({'head_dim': 0}, 'model.head_dim=0: must be >= 2'),
-    ({'rope_theta': float('nan')}, 'model.rope_theta=nan: must be > 0'),
-    ({'rope_theta': 0.0}, 'model.rope_theta=0.0: must be > 0'),
-    ({'rope_scaling': (1,)}, r'model.rope_scaling=\(1,\): must be'),
-    ({'rope_scaling': (8.0, 1, 4, 'x')}, 'model.rope_scaling='),
-    ({'norm_eps': float('inf')}, 'model.norm_eps=inf: must be > 0'),
-    ({'max_positions': -1}, 'model.max_positions=-1: must be > 0'),
+    ({'head_dim': 7}, 'model.architecture.head_dim=7'),
+    ({'head_dim': 0}, 'model.architecture.head_dim=0: must be >= 2'),
+    (
+      {'rope_theta': float('nan')},
+      'model.architecture.rope_theta=nan: must be > 0',
+    ),
+    ({'rope_theta': 0.0}, 'model.architecture.rope_theta=0.0: must be > 0'),
+    (
+      {'rope_scaling': (1,)},
+      r'model.architecture.rope_scaling=\(1,\): must be',
+    ),
+    ({'rope_scaling': (8.0, 1, 4, 'x')}, 'model.architecture.rope_scaling='),
+    (
+      {'norm_eps': float('inf')},
+      'model.architecture.norm_eps=inf: must be > 0',
+    ),
+    ({'max_positions': -1}, 'model.architecture.max_positions=-1: must be > 0'),
   ],
 )
 def test_illegal_sizes_are_named(change, message):

@@ -84,8 +84,14 @@ def test_a_path_that_is_none_is_named(path):
     ),
     (b'{"answer": "1"}', "no column 'prompt'"),
     (b'{"prompt": "x"}', "no column 'answer'"),
-    (b'{"prompt": 3, "answer": "1"}', "'prompt' must be a non-empty string"),
-    (b'{"prompt": "", "answer": "1"}', "'prompt' must be a non-empty string"),
+    (
+      b'{"prompt": 3.5, "answer": "1"}',
+      "'prompt' must be a non-empty string or an int",
+    ),
+    (
+      b'{"prompt": "", "answer": "1"}',
+      "'prompt' must be a non-empty string or an int",
+    ),
     (b'{"prompt": "\\ud800", "answer": "1"}', 'surrogate'),
     (b'{"prompt": "x", "answer": ""}', 'nothing to verify'),
     (b'{"prompt": "x", "answer": " "}', 'nothing to verify'),
