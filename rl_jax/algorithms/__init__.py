@@ -19,9 +19,9 @@ token alone, since the [B, T] that it gets are some packed rows of a batch. (A
 plugin whose tokens mix is refused when the config is read.) Masks,
 normalisation over global counts, micro-batches, meshes and gradients are the
 learner's business: whatever `loss` returns outside the loss mask is ignored,
-and metrics are reported as mean and maximum over the tokens of the loss. So are
-the keys of `base.Config`: aggregation, truncated completions and the KL to a
-reference (`kl_coef`) are added to every algorithm. A plugin is tried when the
+and metrics are reported as mean, least and most over the tokens of the loss. So
+are the keys of `base.Config`: aggregation, truncated completions and the KL to
+a reference (`kl_coef`) are added to every algorithm. A plugin is tried when the
 config is read, on two rewards and a few tokens, before the model is built.
 
 A minimal plugin, `my_paper/mine.py` in a folder of PYTHONPATH, used by
