@@ -44,7 +44,7 @@ def main() -> None:
   try:
     train(config, workdir.absolute(), stop)
   except Stopped as e:
-    print(f'{e}; saved: the same command goes on from there.', flush=True)
+    print(f'{e}; the same command goes on from there.', flush=True)
     sys.exit(128 + signals[0])
 
 

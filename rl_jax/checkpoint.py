@@ -101,7 +101,9 @@ class Checkpointer:
         step,
         args=ocp.args.Composite(
           arrays=ocp.args.StandardSave(named),
-          host=ocp.args.JsonSave({'leaves': leaves, 'host': text}),
+          host=ocp.args.JsonSave(
+            {'step': step, 'leaves': leaves, 'host': text}
+          ),
         ),
         force=True,  # also if a later step exists
       )
@@ -168,6 +170,8 @@ class Checkpointer:
     self, step: int, wanted: dict[str, Any]
   ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     header = self._read(step, host=ocp.args.JsonRestore()).host
+    if header['step'] != step:
+      raise OSError(f'it is of step {header["step"]}, and was renamed')
     _check_leaves(header['leaves'], wanted, self._directory / str(step))
     host = json.loads(header['host'])
     args = ocp.args.StandardRestore(wanted)

@@ -7,8 +7,11 @@ traceback. Knows flags; trains nothing.
 from __future__ import annotations
 
 import logging
+import os
+import pathlib
 import re
 import sys
+import traceback
 from typing import Any
 
 from absl import app, flags
@@ -24,7 +27,27 @@ CONFIG = config_flags.DEFINE_config_file(
 def run(main: Any) -> None:
   """`absl.app.run`; `main` takes no arguments."""
   flags.mark_flag_as_required('config')
-  app.run(lambda argv: main(), flags_parser=_parse)
+  app.run(lambda argv: _guarded(main), flags_parser=_parse)
+
+
+def _guarded(main: Any) -> None:
+  """Ends the process when `main` fails, whatever threads are still there.
+
+  A checkpoint that cannot be written leaves some of orbax's waiting for
+  minutes.
+  """
+  try:
+    main()
+  except Exception as e:  # noqa: BLE001  # told, and the process ends
+    raised_in = traceback.extract_tb(e.__traceback__)[-1].filename
+    ours = pathlib.Path(raised_in).is_relative_to(pathlib.Path(__file__).parent)
+    if isinstance(e, ValueError) and ours:  # says what to do
+      print(e, file=sys.stderr)
+    else:
+      traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -47,13 +70,12 @@ def begin() -> Any:
   config = CONFIG.value
   logging.getLogger('jax').setLevel(logging.WARNING)
   from rl_jax import config as configs
+  from rl_jax import meshes, resolve
 
-  try:
-    settings = configs.settings(config)
-  except ValueError as e:
-    sys.exit(str(e))
+  mesh = resolve.settings(meshes.Config, config.get('mesh', {}), 'mesh')
   import jax
 
-  if settings.mesh.num_cpu_devices > 0:
-    jax.config.update('jax_num_cpu_devices', settings.mesh.num_cpu_devices)
+  if mesh.num_cpu_devices > 0:
+    jax.config.update('jax_num_cpu_devices', mesh.num_cpu_devices)
+  configs.settings(config)  # tries plugins, on the devices that there are now
   return config

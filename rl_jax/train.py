@@ -85,6 +85,13 @@ def train(
     newest = saved or saved_sft
     account = newest.host['journal'] if newest else None
     step = saved.step if saved else 0
+    if step > s.run.num_steps:
+      raise ValueError(
+        f'num_steps={s.run.num_steps}: {workdir} has done {step} steps; raise '
+        'num_steps, or name another --workdir.'
+      )
+    if saved:
+      p.stream.set_state(saved.host['stream'])
     buffer = GroupBuffer(
       s.run.prompts_per_step, s.run.max_staleness, s.run.num_steps, step
     )
@@ -97,7 +104,6 @@ def train(
       if newest:
         journal.say(f'resumed         {"rl" if saved else "sft"} {newest.step}')
       if saved:
-        p.stream.set_state(saved.host['stream'])
         buffer.restore(saved.host['rollouts']['num_admitted'], saved.ready)
         worker.restart(saved.in_flight)
         lost = saved.host['rollouts']['unfinished_tokens']
@@ -138,7 +144,8 @@ def train(
           journal.trained(step, s.run.num_steps, groups, selection, metrics)
           worker.balance()
           step += 1
-          if saves.is_due(step):
+          # The last one waits for its evaluation.
+          if saves.is_due(step) and step < s.run.num_steps:
             _save(p, saves, step, state, worker, journal)
         _evaluate(p, 'after_rl', step, worker, journal, stop)
       except Stopped:

@@ -104,6 +104,21 @@ def steps_on_disk(tmp_path):
   return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(
+  open_checkpointer, tmp_path, caplog
+):
+  arrays = make_arrays()
+  one = open_checkpointer()
+  for step in (1, 2):
+    one.save(step, arrays, {}, wait=True)
+  one.close()
+  folder = tmp_path / 'checkpoints'
+  (folder / '2').rename(folder / '9')
+  found = open_checkpointer().restore(abstract(arrays))
+  assert found is not None and found[0] == 1
+  assert 'it is of step 2, and was renamed' in caplog.text
+
+
 def test_nothing_saved_restores_none(open_checkpointer):
   assert open_checkpointer().restore(abstract(make_arrays())) is None
 

@@ -319,6 +319,25 @@ def test_evaluations_of_other_prompts_are_not_gone_on_with(tmp_path):
     Journal(tmp_path, CONFIG, saved, 'others')
 
 
+def test_other_versions_are_told(tmp_path, capsys):
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
+    saved = j.state()
+  Journal(tmp_path, CONFIG, saved, 'heldout').__exit__()
+  assert 'WARNING' not in capsys.readouterr().out
+  saved['versions']['jax'] = '0.1'
+  Journal(tmp_path, CONFIG, saved, 'heldout').__exit__()
+  out = capsys.readouterr().out
+  assert f"not bit by bit: {{'jax': '0.1 -> {jax.__version__}'}}" in out
+
+
+def test_a_damaged_summary_is_made_again(tmp_path):
+  Journal(tmp_path, CONFIG, None, 'heldout').__exit__()
+  (tmp_path / 'summary.json').write_text('{"tokens": 1}')
+  assert journal.finished(tmp_path, CONFIG) == {'tokens': 1}
+  (tmp_path / 'summary.json').write_text('{"tokens')
+  assert journal.finished(tmp_path, CONFIG) is None
+
+
 def test_sft_steps_are_written_and_told_now_and_then(tmp_path, capsys):
   with Journal(tmp_path, CONFIG, None, 'heldout') as j:
     for step in range(25):

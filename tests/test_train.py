@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -824,6 +825,8 @@ def test_a_run_may_grow(finished, tmp_path):
   assert grown['params_sha256'] == summary['params_sha256']
   assert lines(tmp_path, 'rollouts') == lines(workdir, 'rollouts')
   assert grown['evaluation']['after_rl']['step'] == STEPS
+  # What was measured at its first end stays in the account.
+  assert steps_with(tmp_path, 'evaluation/pass_at_1') == [0, 0, 2, STEPS]
   assert train(tiny(), tmp_path) == json.loads(
     (tmp_path / 'summary.json').read_text()
   )
@@ -834,6 +837,32 @@ def test_a_run_may_grow(finished, tmp_path):
   assert again['tokens'][used] == grown['tokens'][used]
   assert again['params_sha256'] == summary['params_sha256']
   assert steps_with(tmp_path, 'reward') == list(range(STEPS))
+
+
+@pytest.mark.slow
+def test_a_refused_resume_changes_nothing(tmp_path):
+  rows = tmp_path / 'rows.jsonl'
+  rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+  entry = dict(mine=dict(name='jsonl', path=str(rows)))
+  config = tiny(sft__num_steps=0, num_steps=2, prompts__train=entry)
+  workdir = tmp_path / 'run'
+  train(config, workdir)
+
+  def content():
+    return {p.name: p.read_bytes() for p in workdir.glob('*.json*')}
+
+  before = content()
+  assert 'summary.json' in before
+  with open(rows, 'a') as file:
+    file.write('{"prompt": "1+2=", "answer": "3"}\n')
+  config.num_steps = 4
+  with pytest.raises(ValueError, match='the prompts changed'):
+    train(config, workdir)
+  assert content() == before
+  config.num_steps = 1
+  with pytest.raises(ValueError, match=r'num_steps=1: .* has done 2 steps'):
+    train(config, workdir)
+  assert content() == before
 
 
 # ---- what the config says arrives where it is used
@@ -988,13 +1017,31 @@ def test_killed_at_any_moment_it_goes_on(launch, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(launch, tmp_path):
+  workdir = tmp_path / 'run'
+  code, output = run_until(launch(workdir, num_steps=100), 'step    2/', 9)
+  assert code == -9, output
+  series = workdir / 'checkpoints' / 'rl'
+  process = launch(workdir, num_steps=100)
+  begin = None
+  with process:
+    for line in process.stdout:
+      if line.startswith('step ') and begin is None:
+        shutil.rmtree(series)
+        series.write_text('')
+        begin = time.monotonic()
+  assert process.returncode == 1
+  assert time.monotonic() - begin < 60
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_who_is_asked_to_end_saves_everything(launch, tmp_path, number):
   workdir = tmp_path / 'run'
   process = launch(workdir, num_steps=100)
   code, output = run_until(process, 'step    2/100', number)
   assert code == 128 + number, output
-  assert 'saved: the same command goes on' in output
+  assert 'the same command goes on from there' in output
   assert 'Traceback' not in output
   done = steps_with(workdir, 'reward')
   assert done == list(range(checkpoints(workdir)[-1]))

@@ -75,10 +75,11 @@ class ModelConfig:
     legal = [
       isinstance(x, int | float) and 0 < x < math.inf for x in self.rope_scaling
     ]
-    if len(legal) not in (0, 4) or not all(legal):
+    rising = len(legal) == 4 and self.rope_scaling[1] < self.rope_scaling[2]
+    if legal and not (all(legal) and rising):
       raise ValueError(
         f'model.architecture.rope_scaling={self.rope_scaling}: must be () or '
-        'the four positive numbers of Llama 3: factor, low, high, original '
+        'the four positive numbers of Llama 3: factor, low < high, original '
         'positions.'
       )
 

@@ -144,10 +144,13 @@ def read_config(source: str, family: str = '') -> base.ModelConfig:
   else:
     if not (path / 'config.json').is_file():
       raise ValueError(f'{path}: no config.json, so no model is described.')
-    hf = json.loads((path / 'config.json').read_text('utf-8'))
-    architecture = ', '.join(hf.get('architectures') or ['none'])
-    family = family or _family('HF_ARCHITECTURE', architecture, path)
-    config = resolve.plugin('models', family).from_hf(hf)
+    try:
+      hf = json.loads((path / 'config.json').read_text('utf-8'))
+      architecture = ', '.join(list(hf.get('architectures') or ['none']))
+      family = family or _family('HF_ARCHITECTURE', architecture, path)
+      config = resolve.plugin('models', family).from_hf(hf)
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+      raise ValueError(f'{path}/config.json: {type(e).__name__}: {e}') from e
   return dataclasses.replace(config, family=family)
 
 
@@ -277,10 +280,7 @@ class _Gguf:
   """A GGUF file; tensors are dequantised to float32."""
 
   def __init__(self, path: pathlib.Path):
-    try:
-      reader = gguf.GGUFReader(path)
-    except ValueError as e:
-      raise ValueError(f'{path} is no readable GGUF file: {e}.') from e
+    reader = hub.open_gguf(path)
     if reader.byte_order == 'S':
       raise ValueError(f'{path}: GGUF of the other byte order; convert it.')
     self.fields: dict[str, Any] = {

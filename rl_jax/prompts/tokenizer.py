@@ -20,7 +20,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gguf
 import jinja2
 import numpy as np
 import tokenizers
@@ -226,7 +225,7 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 
 
 def _from_gguf(path: pathlib.Path) -> Tokenizer:
-  fields = gguf.GGUFReader(path).fields
+  fields = hub.open_gguf(path).fields
 
   def get(key: str, default: Any = None) -> Any:
     field = fields.get(f'tokenizer.{key}')

@@ -258,6 +258,7 @@ def test_the_program_does_not_grow_with_depth():
       r'model.architecture.rope_scaling=\(1,\): must be',
     ),
     ({'rope_scaling': (8.0, 1, 4, 'x')}, 'model.architecture.rope_scaling='),
+    ({'rope_scaling': (8.0, 4, 4, 10)}, 'low < high'),
     (
       {'norm_eps': float('inf')},
       'model.architecture.norm_eps=inf: must be > 0',

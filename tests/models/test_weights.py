@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from rl_jax import meshes
 from rl_jax.models import base, llama, weights
 from rl_jax.models.attention import segment_attention
+from rl_jax.prompts import tokenizer
 
 TINY = base.ModelConfig(vocab_size=64, d_model=64, d_ffn=96, norm_eps=1e-5)
 FAMILIES = {
@@ -510,9 +511,29 @@ def test_files_that_are_not_what_they_are_called(tmp_path, saved):
   (tmp_path / 'x.gguf').write_bytes(b'not a GGUF file, but long enough')
   with pytest.raises(ValueError, match=r'x\.gguf is no readable GGUF file'):
     weights.read_config(str(tmp_path / 'x.gguf'))
+  (tmp_path / 'x.gguf').write_bytes(b'GGUF')
+  with pytest.raises(ValueError, match=r'x\.gguf is no readable GGUF file'):
+    tokenizer.load_tokenizer(str(tmp_path / 'x.gguf'))
   (directory / 'model.safetensors').write_bytes(b'neither')
   with pytest.raises(ValueError, match='is no readable safetensors file'):
     _load(directory, model)
+
+
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('{', 'JSONDecodeError'),
+    ('[1]', 'AttributeError'),
+    ('{"architectures": [3]}', 'TypeError'),
+    ('{"architectures": ["LlamaForCausalLM"], "hidden_size": "a"}', 'Error'),
+  ],
+)
+def test_a_config_json_that_cannot_be_read_is_named(tmp_path, content, message):
+  (tmp_path / 'config.json').write_text(content)
+  with pytest.raises(
+    ValueError, match=rf'{tmp_path}/config\.json: .*{message}'
+  ):
+    weights.read_config(str(tmp_path))
 
 
 LLAMA3_ROPE = (32.0, 1.0, 4.0, 8192.0)  # as Llama 3.2
