@@ -121,8 +121,8 @@ def get_config() -> ConfigDict:
       ),
       parity=dict(
         num_prompts=4,  # completed and scored by generator and learner
-        max_abs=1e-4,  # of a log-prob; the run does not start above it
-        mean_abs=1e-5,  # as max_abs, of the mean over tokens
+        max_abs=0.0,  # of a log-prob; above it no start. 0: by precision
+        mean_abs=0.0,  # as max_abs, of the mean over tokens
       ),
       checkpoint=dict(
         every_steps=10,  # learner (and SFT) steps between checkpoints

@@ -112,7 +112,7 @@ class Journal:
       saved.get('ledger', TokenLedger().state())
     )
     self.evaluations: dict[str, Any] = dict(saved.get('evaluations', {}))
-    self.parity: dict[str, float] = {}
+    self.parity: dict[str, Any] = {}
     self._synced = dict(
       saved.get('synced', {'count': 0, 'bytes': 0, 'seconds': 0.0})
     )
@@ -187,18 +187,34 @@ class Journal:
     asked = _json(self._config['evaluation'])
     return done.get('step') == step and done.get('config') == asked
 
-  def gated(self, difference: np.ndarray, groups: Sequence[Group]) -> None:
+  def gated(
+    self, difference: np.ndarray, layers: np.ndarray, groups: Sequence[Group]
+  ) -> None:
+    """Generator and learner were compared.
+
+    Args:
+      difference: of each token's log-prob.
+      layers: relative error of each layer, where the generator is quantised.
+      groups: that were drawn for it.
+    """
     self.ledger.consumed(_tokens(groups), 'gate')
     self.parity = {
       'max': float(difference.max()),
       'mean': float(difference.mean()),
       'num_tokens': len(difference),
+      **({'drift_by_layer': layers.tolist()} if len(layers) else {}),
     }
     self.say(
       f'parity of generator and learner: |log-prob difference| max '
       f'{self.parity["max"]:.2e}, mean {self.parity["mean"]:.2e} over '
       f'{len(difference)} tokens'
     )
+    if len(layers):
+      self.say(
+        f'drift of the quantised layers: {layers[0]:.1%} in the first, '
+        f'{layers.max():.1%} at most (layer {layers.argmax()}), '
+        f'{layers[-1]:.1%} in the last'
+      )
 
   def imitated(self, step: int, num_steps: int, metrics: Mapping[str, float]):
     """An SFT step."""

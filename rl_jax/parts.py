@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from rl_jax.algorithms import base as algorithms
 from rl_jax.config import Settings
 from rl_jax.generator.engine import Engine
 from rl_jax.generator.programs import Limits
-from rl_jax.generator.quantize import Packing
+from rl_jax.generator.quantize import Packing, drift_by_layer
 from rl_jax.generator.scheduler import Scheduler
 from rl_jax.learner import optimizer, sft
 from rl_jax.learner.learner import Learner
@@ -30,7 +32,7 @@ from rl_jax.prompts.tokenizer import Tokenizer, load_tokenizer
 from rl_jax.rollout.buffer import GroupBuffer
 from rl_jax.rollout.worker import Job, RolloutWorker
 from rl_jax.sync.single_process import Sync
-from rl_jax.types import Prompt, SamplingParams
+from rl_jax.types import Prompt, SamplingParams, TrainBatch
 from rl_jax.verifiers.service import VerifierService
 
 # Random numbers are keyed by (step, prompt id, ...): held-out prompts get ids
@@ -63,6 +65,20 @@ class Parts:
     """[G] rewards of a group -> [G], by the config's algorithm."""
     s = self.settings
     return s.algorithm.advantages(rewards, s.algorithm_config)
+
+  def drift(self, learner: Learner, params: Params, batch: TrainBatch) -> Any:
+    """[L], see `drift_by_layer`; empty where matrices are not quantised."""
+    config = self.settings.generator
+    if config.weight_format == 'dtype':
+      return np.zeros(0)
+    some = next(learner.microbatches(batch))
+    drift = functools.partial(
+      drift_by_layer,
+      self.model,
+      packing=Packing(config.weight_format),
+      dtype=config.dtype,
+    )
+    return np.asarray(jax.jit(drift)(params, batch=some))
 
   def rl_learner(self) -> Learner:
     return rl_learner(self.settings, self.model, self.plan)

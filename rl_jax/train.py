@@ -233,18 +233,18 @@ def _gate(
       p.settings.learner.row_tokens,
     )
     ours = learner.logprobs(state.params, batch)
+    layers = p.drift(learner, state.params, batch)
   mask = batch.loss_mask > 0
   difference = np.abs(ours - batch.behavior_logprobs)[mask]
-  journal.gated(difference, groups)
-  if not (
-    difference.max() <= gate.max_abs and difference.mean() <= gate.mean_abs
-  ):
+  journal.gated(difference, layers, groups)
+  most, mean = p.settings.parity_bounds
+  if not (difference.max() <= most and difference.mean() <= mean):
     raise ParityError(
       f'generator and learner differ by max {difference.max():.2e}, mean '
-      f'{difference.mean():.2e} in log-prob; parity.max_abs={gate.max_abs} '
-      f'and parity.mean_abs={gate.mean_abs}. Training would be off policy '
-      'without knowing. With bfloat16 on either side raise both (2.0 and '
-      '0.02 are usual); in float32 this is a bug.'
+      f'{difference.mean():.2e} in log-prob; in {p.settings.precision} '
+      f'parity.max_abs={most} and parity.mean_abs={mean}. Training would be '
+      'off policy without knowing. In float32 this is a bug; in other numbers '
+      'a model may need more than is usual.'
     )
 
 

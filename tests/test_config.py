@@ -46,7 +46,7 @@ def test_a_minimal_config_has_every_default():
       assert getattr(settings, name) == cls(), name
   assert settings.run == config.Run()
   assert settings.algorithm is grpo
-  assert settings.algorithm_config == grpo.Config()
+  assert settings.algorithm_config == grpo.Config(correction='none')
   assert settings.verifier == 'math_answer'
   assert settings.verifier_config == math_answer.Config()
 
@@ -73,7 +73,9 @@ def test_values_arrive_where_they_belong():
   )
   assert settings.run.num_steps == 7
   assert settings.algorithm is rloo
-  assert settings.algorithm_config == rloo.Config(kl_coef=1.0)
+  assert settings.algorithm_config == rloo.Config(
+    kl_coef=1.0, correction='none'
+  )
   assert settings.verifier_config == math_answer.Config(extract='boxed')
   assert settings.sft.learning_rate == 0.5
   assert settings.optimizer.learning_rate == 1e-4
@@ -254,6 +256,43 @@ def test_ranges_and_contradictions(changes, message):
 )
 def test_the_edge_of_what_is_legal(changes):
   config.settings(changed(changes))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'precision', 'bounds', 'correction'),
+  [
+    ({}, 'float32', (1e-4, 1e-5), 'none'),
+    ({'generator.dtype': 'bfloat16'}, 'bfloat16', (2.0, 0.02), 'truncated'),
+    (
+      {'learner.compute_dtype': 'bfloat16'},
+      'bfloat16',
+      (2.0, 0.02),
+      'truncated',
+    ),
+    ({'generator.weight_format': 'int8'}, 'int8', (5.0, 0.5), 'truncated'),
+    ({'generator.kv_format': 'int8'}, 'int8', (5.0, 0.5), 'truncated'),
+    (
+      {'generator.kv_format': 'int8', 'parity.mean_abs': 0.1},
+      *('int8', (5.0, 0.1), 'truncated'),
+    ),
+    (
+      {'generator.kv_format': 'int8', 'algorithm.correction': 'none'},
+      *('int8', (5.0, 0.5), 'none'),
+    ),
+    (
+      {'algorithm.correction': 'truncated'},
+      *('float32', (1e-4, 1e-5), 'truncated'),
+    ),
+  ],
+)
+def test_precision_decides_bounds_and_correction(
+  changes, precision, bounds, correction
+):
+  whole = changed(changes)
+  s = config.settings(whole)
+  assert (s.precision, s.parity_bounds) == (precision, bounds)
+  assert s.algorithm_config.correction == correction
+  assert config.as_dict(whole)['algorithm']['correction'] == correction
 
 
 def test_architecture_is_checked_as_a_section():

@@ -365,7 +365,7 @@ def test_the_summary_holds_what_a_reader_needs(tmp_path, clock, capsys):
     j.synced(Sent([], 0, num_bytes=1000, seconds=0.25))
     j.synced(Sent([], 1, num_bytes=2000, seconds=0.5))
     j.ledger.generated(40)
-    j.gated(np.float32([0.5, 0.25, 0.0]), GROUPS)
+    j.gated(np.float32([0.5, 0.25, 0.0]), np.zeros(0), GROUPS)
     j.evaluated('before_rl', 0, evaluate.summarise(GROUPS, (1,)), GROUPS)
     returned = j.summarise(PARAMS, 'two meshes')
   summary = strict(tmp_path / 'summary.json')

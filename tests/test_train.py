@@ -926,8 +926,6 @@ def test_bfloat16_agrees_closely_enough(tmp_path, finished):
     sft__num_steps=0,
     generator__dtype='bfloat16',
     learner__compute_dtype='bfloat16',
-    parity__max_abs=2.0,
-    parity__mean_abs=0.02,
   )
   half = train(config, tmp_path)
   assert half['parity']['mean'] <= 0.02
@@ -936,6 +934,25 @@ def test_bfloat16_agrees_closely_enough(tmp_path, finished):
   # A sync moves every parameter in two bytes instead of four.
   sent, whole = half['sync'], finished[1]['sync']
   assert sent['bytes'] / sent['count'] == whole['bytes'] / whole['count'] / 2
+
+
+@pytest.mark.slow
+def test_int8_generation_is_told_and_corrected(tmp_path):
+  config = tiny(
+    num_steps=3,
+    sft__num_steps=0,
+    generator__weight_format='int8',
+    generator__kv_format='int8',
+  )
+  summary = train(config, tmp_path)
+  parity = summary['parity']
+  assert 1e-5 < parity['mean'] <= 0.1
+  (drift,) = parity['drift_by_layer']  # of one layer
+  assert 1e-4 < drift < 0.1
+  for row in (x for x in lines(tmp_path) if 'reward' in x):
+    assert row['update/ratio'] == pytest.approx(1, abs=1e-6)
+    assert row['update/correction_min'] < 1 < row['update/correction_max'] <= 2
+    assert row['update/correction'] == pytest.approx(1, abs=0.1)
 
 
 # ---- as a shell runs it

@@ -35,12 +35,17 @@ class Config:
   kl_coef: float = 0.0  # weight of the KL to the reference; 0: no reference
   kl_estimator: str = 'k3'  # k3 | k2 | k1 (reports only: no mean gradient)
   truncated: str = 'keep'  # completions cut at max_tokens: keep | zero | mask
+  # Of a generator whose numbers are not the learner's: none | truncated |
+  # auto, which is 'truncated' with int8 or bfloat16 on either side.
+  correction: str = 'auto'
+  correction_cap: float = 2.0  # largest weight that it gives a token
 
   def __post_init__(self):
     legal = {
       'aggregation': tuple(AGGREGATIONS),
       'kl_estimator': tuple(KL_ESTIMATORS),
       'truncated': ('keep', 'zero', 'mask'),
+      'correction': ('auto', 'none', 'truncated'),
     }
     for name, values in legal.items():
       if getattr(self, name) not in values:
@@ -51,6 +56,11 @@ class Config:
       raise ValueError(
         f'algorithm.constant={self.constant} must be > 0 and '
         f'algorithm.kl_coef={self.kl_coef} >= 0, both finite.'
+      )
+    if not 1 <= self.correction_cap < math.inf:
+      raise ValueError(
+        f'algorithm.correction_cap={self.correction_cap}: must be >= 1 and '
+        'finite.'
       )
 
 
@@ -104,10 +114,20 @@ def kl(inputs: LossInputs, config: Config) -> jax.Array:
 
 
 def bind(algorithm: ModuleType, config: Any) -> Loss:
-  """The loss that is minimised: the plugin's own plus kl_coef * KL."""
+  """The loss that is minimised: the plugin's own plus kl_coef * KL.
+
+  With `correction='truncated'` the plugin sees the policy that is updated as
+  the one that drew the tokens, and each token's loss is weighed by how much
+  likelier it is to the learner than to the generator, up to a cap (truncated
+  importance sampling, https://fengyao.notion.site/off-policy-rl): what int8
+  changes is then corrected and not clipped.
+  """
 
   def loss(inputs: LossInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    token_loss, metrics = algorithm.loss(inputs, config)
+    if config.correction == 'truncated':
+      token_loss, metrics = _corrected(algorithm, config, inputs)
+    else:
+      token_loss, metrics = algorithm.loss(inputs, config)
     if config.kl_coef == 0:
       return token_loss, metrics
     divergence = kl(inputs, config)
@@ -115,6 +135,23 @@ def bind(algorithm: ModuleType, config: Any) -> Loss:
     return token_loss + config.kl_coef * divergence, metrics
 
   return loss
+
+
+def _corrected(
+  algorithm: ModuleType, config: Any, inputs: LossInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  current = jax.lax.stop_gradient(inputs.logprobs)
+  weight = jnp.exp(log_ratio(inputs._replace(logprobs=current)))
+  weight = jnp.minimum(weight, config.correction_cap)
+  token_loss, metrics = algorithm.loss(
+    inputs._replace(
+      behavior_logprobs=jnp.where(
+        inputs.loss_mask > 0, current, inputs.behavior_logprobs
+      )
+    ),
+    config,
+  )
+  return token_loss * weight, metrics | {'correction': weight}
 
 
 def check_plugin(algorithm: ModuleType, config: Any) -> None:

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rl_jax.models.attention import segment_attention
+from rl_jax.models.base import Model
 from rl_jax.models.layers import Packed, quantized
 
 # Parameter -> (its axes, outputs first; how many its product sums over).
@@ -77,6 +79,47 @@ class Packing:
       return Packed(values, scale, num_summed)
 
     return jax.tree.map_with_path(leaf, tree)
+
+
+def drift_by_layer(
+  model: Model,
+  params: Any,
+  packing: Packing,
+  dtype: str,
+  batch: Any,
+) -> jax.Array:
+  """How far off the packed model is, where each layer attends.
+
+  Args:
+    model: the learner's.
+    params: the learner's, stacked.
+    packing: of the generator.
+    dtype: of the generator.
+    batch: a TrainBatch of jax arrays, [B, T].
+
+  Returns:
+    [L] float32: the values that each layer attends to, root mean square of
+    their error relative to that of themselves.
+  """
+  attend = segment_attention(batch.segment_ids)
+
+  def values(params: Any) -> jax.Array:
+    def record(q, k, v, cache):
+      out, _ = attend(q, k, v, cache)
+      return out, v.astype(jnp.float32)
+
+    _, values = model.hidden(params, batch.tokens, batch.positions, record)
+    return values  # [L, B, T, K, H]
+
+  exact = jax.tree.map(lambda x: x.astype(dtype), params)
+  packed = {
+    'stem': packing.pack(exact['stem']),
+    'blocks': packing.pack(exact['blocks'], stacked=True),
+  }
+  wanted, found = values(exact), values(packed)
+  real = (batch.segment_ids > 0)[None, :, :, None, None]
+  square = lambda x: jnp.sum(jnp.where(real, x, 0) ** 2, axis=(1, 2, 3, 4))  # noqa: E731
+  return jnp.sqrt(square(found - wanted) / square(wanted))
 
 
 def _named(mesh: Any, spec: list[Any]) -> NamedSharding:

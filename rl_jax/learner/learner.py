@@ -146,7 +146,7 @@ class Learner:
       NonFinite: naming the step; `state` must not be used any more.
     """
     sums = None
-    for micro in self._microbatches(batch):
+    for micro in self.microbatches(batch):
       if sums is None:
         sums = self._zero_sums(state.params, micro)
       sums = self._accumulate(state.params, self._reference, sums, micro)
@@ -168,7 +168,7 @@ class Learner:
     """
     parts = [
       jax.device_get(self._score(params, micro))
-      for micro in self._microbatches(batch)
+      for micro in self.microbatches(batch)
     ]
     return np.concatenate(parts)[: len(batch.tokens)]
 
@@ -246,7 +246,7 @@ class Learner:
 
   # ---- plumbing
 
-  def _microbatches(self, batch: TrainBatch) -> Iterator[TrainBatch]:
+  def microbatches(self, batch: TrainBatch) -> Iterator[TrainBatch]:
     """Slices of `rows_per_microbatch` rows, the last one padded, on mesh."""
     size = self.config.rows_per_microbatch
     sharding = meshes.rows(self.mesh)

@@ -360,6 +360,35 @@ def test_far_log_ratios_stay_finite(gap):
     assert np.isfinite(found).all()
 
 
+# ---- a generator in other numbers
+
+
+def test_a_drift_of_the_generator_is_weighed_and_not_clipped():
+  """Ratios 1/2, 1, 3/2 and 4 to the generator; GRPO clips at 1.2."""
+  ratios = np.array([[0.5, 1.0, 1.5, 4.0]])
+  inputs = _inputs([[-1.0] * 4], [[-1.0] * 4], behavior=-1 - np.log(ratios))
+  inputs = inputs._replace(advantages=jnp.ones((1, 4)))
+
+  def gradient(**keys):
+    loss = base.bind(grpo, grpo.Config(**keys))
+
+    def total(logprobs):
+      token_loss, metrics = loss(inputs._replace(logprobs=logprobs))
+      return token_loss.sum(), metrics
+
+    return jax.grad(total, has_aux=True)(inputs.logprobs)
+
+  plain, metrics = gradient(correction='none')
+  np.testing.assert_allclose(plain, [[-0.5, -1, 0, 0]], rtol=1e-5)
+  assert 'correction' not in metrics
+  corrected, metrics = gradient(correction='truncated')
+  np.testing.assert_allclose(corrected, [[-0.5, -1, -1.5, -2]], rtol=1e-5)
+  np.testing.assert_allclose(metrics['correction'], [[0.5, 1, 1.5, 2]], 1e-5)
+  np.testing.assert_allclose(metrics['ratio'], np.ones((1, 4)), rtol=1e-6)
+  capped, _ = gradient(correction='truncated', correction_cap=1.25)
+  np.testing.assert_allclose(capped, [[-0.5, -1, -1.25, -1.25]], rtol=1e-5)
+
+
 # ---- settings
 
 
@@ -371,6 +400,8 @@ def test_far_log_ratios_stay_finite(gap):
     ({'truncated': 'drop'}, "truncated='drop'.*keep.*zero.*mask"),
     ({'constant': 0.0}, 'constant=0.0 must be > 0'),
     ({'kl_coef': -0.1}, 'kl_coef=-0.1 >= 0'),
+    ({'correction': 'tis'}, "correction='tis'.*auto.*none.*truncated"),
+    ({'correction_cap': 0.5}, 'correction_cap=0.5: must be >= 1'),
   ],
 )
 def test_illegal_settings_say_what_is_legal(keys, message):

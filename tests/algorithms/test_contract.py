@@ -213,6 +213,7 @@ def test_every_option_string_runs(plugin_of, name):
     'aggregation': tuple(base.AGGREGATIONS),
     'kl_estimator': tuple(base.KL_ESTIMATORS),
     'truncated': ('keep', 'zero', 'mask'),
+    'correction': ('none', 'truncated'),
   }
   if name == 'grpo':
     options['scale'] = ('group', 'none')

@@ -153,7 +153,12 @@ def test_every_key_of_a_plugin_is_heard_though_no_file_has_it(
   parse, section, cls
 ):
   legal = {'kl_estimator': 'k1', 'aggregation': 'sequence_mean'}
-  legal |= {'truncated': 'mask', 'scale': 'none', 'extract': 'boxed'}
+  legal |= {
+    'truncated': 'mask',
+    'correction': 'truncated',
+    'scale': 'none',
+    'extract': 'boxed',
+  }
   for key, default in defaults(cls).items():
     text, value = another(default)
     if key in legal:

@@ -1,15 +1,18 @@
 """Int8 matrices: hand-computed numbers, and the same model around them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rl_jax.generator.quantize import Packing
+from rl_jax.generator.quantize import Packing, drift_by_layer
 from rl_jax.models import base
 from rl_jax.models.attention import segment_attention
 from rl_jax.models.layers import Packed, product, quantized
+from rl_jax.types import TrainBatch
 
 
 def test_values_and_scales_by_hand():
@@ -164,3 +167,40 @@ def test_a_scale_is_sharded_as_its_channels():
   assert attention['q'].scale.spec == PartitionSpec('tensor', None)
   assert attention['out'].values.spec == PartitionSpec(None, 'tensor', None)
   assert attention['out'].scale.spec == PartitionSpec(None)
+
+
+def test_the_drift_of_a_layer_is_that_of_what_it_attends_to():
+  """Only the second layer's matrices are cut to three values."""
+  params = MODEL.init(jax.random.key(1))
+  rows = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+  segments = np.ones((2, 16), np.int32)
+  segments[1, 9:] = 0
+  zeros = np.zeros((2, 16), np.float32)
+  positions = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16))
+  batch = TrainBatch(
+    rows,
+    segments,
+    positions,
+    *(zeros,) * (len(dataclasses.fields(TrainBatch)) - 3),
+  )
+  drift = lambda packing, params: np.asarray(  # noqa: E731
+    drift_by_layer(
+      MODEL, params, packing, 'float32', jax.tree.map(jnp.asarray, batch)
+    )
+  )
+  assert drift(Packing(), params).max() < 1e-6
+  found = drift(Packing('int8'), params)
+  assert found.shape == (MODEL.config.num_layers,)
+  assert (found > 1e-4).all() and (found < 0.1).all()
+
+  class Coarse(Packing):
+    """Three values in the last layer, exact elsewhere."""
+
+    def pack(self, tree, stacked=False):
+      if not stacked:
+        return tree
+      cut = lambda x: x.at[-1].set(jnp.sign(x[-1]) * jnp.abs(x[-1]).mean())  # noqa: E731
+      return jax.tree.map(cut, tree)
+
+  found = drift(Coarse(), params)
+  assert found[:-1].max() < 1e-6 and found[-1] > 0.1
