@@ -57,6 +57,7 @@ def get_config() -> ConfigDict:
         attention='auto',  # auto | xla_loop | pallas_tpu
         unroll_layers=True,  # faster on CPU; False compiles faster
         prefix_cache=True,  # prompts that begin alike share pages
+        speculate=0,  # drafted tokens that a slot has verified at once
         order='fifo',  # of a step's requests: fifo | longest expected first
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain
       ),

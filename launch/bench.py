@@ -50,6 +50,7 @@ ROWS = (
   Row('rl', 'float32', 'transformers', 'groups/s', 3.0),
   Row('rl', 'float32', 'tunix', 'groups/s', 3.0),
   Row('shared', 'float32', 'unshared', 'groups/s', 1.8),
+  Row('siblings', 'speculating', 'float32', 'groups/s', 1.3),
 )
 
 
@@ -79,25 +80,35 @@ def exact(texts: list[str], tokenizer, count: int, length: int):
 def decode(engine, texts, slots: int) -> float:
   """Tokens/s of 64 greedy tokens after 128, less the time to the first."""
   rows = exact(texts, engine.tokenizer, slots, 128)
-  engine.run(rows, 1, 1, greedy=True, stop=False)  # compiles
-  engine.run(rows, 1, 64, greedy=True, stop=False)
-  first = engine.run(rows, 1, 1, greedy=True, stop=False)
-  rest = engine.run(rows, 1, 64, greedy=True, stop=False)
+  engine.run(rows, 1, 1, temperature=0.0, stop=False)  # compiles
+  engine.run(rows, 1, 64, temperature=0.0, stop=False)
+  first = engine.run(rows, 1, 1, temperature=0.0, stop=False)
+  rest = engine.run(rows, 1, 64, temperature=0.0, stop=False)
   return slots * 63 / (rest - first)
 
 
 def rl(engine, texts) -> float:
   """Groups/s: 16 prompts x 8 completions to 256 tokens at temperature 1."""
   rows = [engine.tokenizer.encode(text) for text in texts[:16]]
-  engine.run(rows[:2], 8, 8, greedy=False, stop=True)  # compiles
-  return 16 / engine.run(rows, 8, 256, greedy=False, stop=True)
+  engine.run(rows[:2], 8, 8, temperature=1.0, stop=True)  # compiles
+  return 16 / engine.run(rows, 8, 256, temperature=1.0, stop=True)
 
 
 def shared(engine, texts) -> float:
   """Groups/s: 16 completions of 64 tokens after one prompt of 512."""
   rows = exact(texts, engine.tokenizer, 1, 512)
-  engine.run(rows, 16, 64, greedy=False, stop=False)  # compiles
-  return 1 / engine.run(rows, 16, 64, greedy=False, stop=False)
+  engine.run(rows, 16, 64, temperature=1.0, stop=False)  # compiles
+  return 1 / engine.run(rows, 16, 64, temperature=1.0, stop=False)
+
+
+def siblings(engine, texts) -> float:
+  """Groups/s: 8 prompts x 8 completions of a policy that is sure, to 96 tokens.
+
+  As sure as one that has learnt: temperature 0.2.
+  """
+  rows = [engine.tokenizer.encode(text) for text in texts[:8]]
+  engine.run(rows[:2], 8, 16, temperature=0.2, stop=True)  # compiles
+  return 8 / engine.run(rows, 8, 96, temperature=0.2, stop=True)
 
 
 CASES = {
@@ -105,9 +116,16 @@ CASES = {
   'decode64': lambda engine, texts: decode(engine, texts, 64),
   'rl': rl,
   'shared': shared,
+  'siblings': siblings,
 }
-SLOTS = {'decode16': 16, 'decode64': 64, 'rl': 32, 'shared': 16}
-LENGTH = {'decode16': 192, 'decode64': 192, 'rl': 512, 'shared': 576}
+SLOTS = {'decode16': 16, 'decode64': 64, 'rl': 32, 'shared': 16, 'siblings': 16}
+LENGTH = {
+  'decode16': 192,
+  'decode64': 192,
+  'rl': 512,
+  'shared': 576,
+  'siblings': 384,
+}
 
 
 # ---- who is measured
@@ -154,12 +172,12 @@ class Ours:
     self._scheduler = Scheduler(engine)
     self._scheduler.offer_params(sent.params[0], 0)
 
-  def run(self, rows, samples, max_tokens, greedy, stop) -> float:
+  def run(self, rows, samples, max_tokens, temperature, stop) -> float:
     from rl_jax.types import Prompt, Request, SamplingParams
 
     sampling = SamplingParams(
       max_tokens=max_tokens,
-      temperature=0.0 if greedy else 1.0,
+      temperature=temperature,
       stop_ids=self.tokenizer.stop_ids if stop else (),
     )
     if self._unshared:
@@ -194,7 +212,7 @@ class Transformers:
       path.parent, gguf_file=path.name, dtype=torch.float32
     )
 
-  def run(self, rows, samples, max_tokens, greedy, stop) -> float:
+  def run(self, rows, samples, max_tokens, temperature, stop) -> float:
     import torch
 
     pad = self.tokenizer.stop_ids[0]
@@ -209,10 +227,10 @@ class Transformers:
         self._model.generate(
           torch.tensor(ids),
           attention_mask=torch.tensor(mask),
-          do_sample=not greedy,
-          temperature=None if greedy else 1.0,
-          top_k=None if greedy else 0,
-          top_p=None if greedy else 1.0,
+          do_sample=temperature > 0,
+          temperature=temperature or None,
+          top_k=0 if temperature else None,
+          top_p=1.0 if temperature else None,
           max_new_tokens=max_tokens,
           min_new_tokens=None if stop else max_tokens,
           eos_token_id=list(self.tokenizer.stop_ids) if stop else None,
@@ -238,13 +256,13 @@ class LlamaCpp:
     params.cache_prompt, params.warmup, params.verbosity = False, True, -1
     self._server = xllamacpp.Server(params)
 
-  def run(self, rows, samples, max_tokens, greedy, stop) -> float:
+  def run(self, rows, samples, max_tokens, temperature, stop) -> float:
     def one(row):
       return self._server.handle_completions(
         dict(
           prompt=row.tolist(),
           max_tokens=max_tokens,
-          temperature=0.0 if greedy else 1.0,
+          temperature=temperature,
           top_k=0,
           top_p=1.0,
           min_p=0.0,
@@ -340,7 +358,7 @@ class Tunix:
       ),
     )
 
-  def run(self, rows, samples, max_tokens, greedy, stop) -> float:
+  def run(self, rows, samples, max_tokens, temperature, stop) -> float:
     rows = [row for row in rows for _ in range(samples)]
     texts = [' '.join(map(str, row)) for row in rows]
     never = [self.tokenizer.vocab_size + 1]
@@ -351,8 +369,8 @@ class Tunix:
         max_generation_steps=max_tokens,
         max_prompt_length=max(map(len, rows)),
         eos_tokens=self.tokenizer.stop_ids if stop else never,
-        temperature=0.0 if greedy else 1.0,
-        top_p=None if greedy else 1.0,
+        temperature=temperature,
+        top_p=1.0 if temperature else None,
         seed=at,
       )
     return time.perf_counter() - begin
@@ -371,7 +389,8 @@ class _Ids:
 ENGINES = {
   'float32': (Ours, {}, 'jax'),
   'int8': (Ours, {'weight_format': 'int8'}, 'jax'),
-  'unshared': (Ours, {'unshared': True}, 'jax'),
+  'unshared': (Ours, {'unshared': True, 'prefix_cache': False}, 'jax'),
+  'speculating': (Ours, {'speculate': 4}, 'jax'),
   'transformers': (Transformers, {}, 'transformers'),
   'llama.cpp': (LlamaCpp, {}, 'xllamacpp'),
   'tunix': (Tunix, {}, 'tunix'),

@@ -209,15 +209,22 @@ class Engine:
 
   def reserve(self, slot: int) -> None:
     """Pages for the tokens of the next dispatch, or OutOfPages."""
-    steps = min(self.config.steps_per_dispatch, int(self._slots.budget[slot]))
+    ahead = max(self.config.steps_per_dispatch, self.config.speculate + 1)
+    steps = min(ahead, int(self._slots.budget[slot]))
     length = int(self._slots.position[slot]) + steps
     missing = -(-length // self.config.page_size) - len(self._pages[slot])
     if missing > 0:
       pages = self.pool.allocate(missing)
       self._set_pages(slot, self._pages[slot] + pages)
 
-  def generate(self) -> dict[int, list[Drawn]]:
+  def generate(
+    self, drafts: dict[int, list[int]] | None = None
+  ) -> dict[int, list[Drawn]]:
     """Decodes up to `steps_per_dispatch` tokens of each slot.
+
+    Args:
+      drafts: of slots, at most `speculate` tokens that may come next. Each
+        slot then draws a token, and as many before it as its draft guessed.
 
     Returns:
       The tokens drawn by each slot that was active. A slot that drew a stop
@@ -225,9 +232,21 @@ class Engine:
     """
     self._copy_noted()
     was_active = np.flatnonzero(self._slots.active)
-    self._caches, packed = self._programs.decode(
-      self._params, self._caches, self._slots, self._seed
-    )
+    if drafts is None:
+      self._caches, packed = self._programs.decode(
+        self._params, self._caches, self._slots, self._seed
+      )
+    else:
+      draft_SN = np.full(
+        (self.config.num_slots, self.config.speculate), -1, np.int32
+      )
+      for slot, tokens in drafts.items():
+        # The last token of a budget is drawn, not guessed.
+        tokens = tokens[: int(self._slots.budget[slot]) - 1]
+        draft_SN[slot, : len(tokens)] = tokens
+      self._caches, packed = self._programs.verify(
+        self._params, self._caches, self._slots, draft_SN, self._seed
+      )
     packed = np.asarray(packed)[was_active]
     rows = _unpack(packed[:, :-1], packed[:, -1])
     drawn = dict(zip(was_active.tolist(), rows, strict=True))

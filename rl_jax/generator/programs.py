@@ -1,7 +1,8 @@
 """The compiled programs of the engine, one shape each.
 
 `prefill` (chunks of prompts into pages), `first` (first tokens), `decode`
-(several tokens of all slots) and `copy` (whole pages). They are functions of
+(several tokens of all slots), `verify` (as many of drafted ones as would have
+been drawn) and `copy` (whole pages). They are functions of
 their arguments only; the engine keeps the state and decides what runs.
 `compile` builds them for devices that need not be here.
 
@@ -49,13 +50,14 @@ class Config:
   attention: str = 'auto'  # auto | xla_loop | pallas_tpu
   unroll_layers: bool = True  # faster on CPU; False compiles faster
   prefix_cache: bool = True  # prompts that begin alike share pages
+  speculate: int = 0  # drafted tokens of a slot that are verified at once
   order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
   on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      low = 0 if field.name == 'num_pages' else 1
+      low = 0 if field.name in ('num_pages', 'speculate') else 1
       if field.type == 'int' and value < low:
         raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
     if self.prefill_tokens % self.prefill_chunk:
@@ -190,6 +192,9 @@ class Programs:
     )
     self.decode = jax.jit(
       self._decode_program, donate_argnums=1, out_shardings=out
+    )
+    self.verify = jax.jit(
+      self._verify_program, donate_argnums=1, out_shardings=out
     )
     self.copy = jax.jit(
       self._copy_program, donate_argnums=0, out_shardings=sharding
@@ -335,6 +340,53 @@ class Programs:
     tokens, logprobs, masses, counts = out
     packed = pack(tokens, logprobs, masses)
     return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
+
+  def _verify_program(self, params, caches, slots: Slots, draft_SN, seed):
+    """As `decode`, for tokens that are guessed before: one pass for all.
+
+    The sampler draws at each place of the draft as if it were right. Up to the
+    first place where it is not, and there too, that is what `decode` draws,
+    since what is drawn depends on the tokens before it and on its place only.
+
+    Args:
+      draft_SN: int32, -1 behind the end of a draft.
+    """
+    S, N = draft_SN.shape
+    T = N + 1
+    at_1T = jnp.arange(T)[None]
+    position_S1 = jnp.asarray(slots.position)[:, None]
+    active_S1 = jnp.asarray(slots.active)[:, None]
+    is_draft_SN = draft_SN >= 0
+    given_ST = jnp.concatenate(
+      [slots.last_token[:, None], jnp.where(is_draft_SN, draft_SN, 0)], axis=1
+    )
+    length_S1 = 1 + jnp.sum(is_draft_SN, axis=1, keepdims=True)
+    valid_ST = active_S1 & (at_1T < length_S1)
+    # What is not valid stands where the last valid one does.
+    position_ST = position_S1 + jnp.minimum(at_1T, length_S1 - 1)
+    attend = attend_pages(
+      slots.table, position_ST, valid_ST, self._layout, self._kernel
+    )
+    hidden, caches = self._model.hidden(
+      params, given_ST, position_ST, attend, caches
+    )
+    logits = self._model.logits(params, hidden).reshape(S * T, -1)
+    each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), slots.sampling)
+    token, logprob, kept = (
+      x.reshape(S, T)
+      for x in sample(logits, jnp.ravel(position_ST) + 1, each, seed)
+    )
+    right_SN = is_draft_SN & (token[:, :-1] == draft_SN)
+    count_S = 1 + jnp.sum(jnp.cumprod(right_SN, axis=1), axis=1)
+    stop_ids = slots.sampling.stop_ids[:, None]
+    stopped_ST = jnp.any(token[..., None] == stop_ids, axis=-1)
+    first_stop_S = jnp.argmax(stopped_ST, axis=1) + 1
+    count_S = jnp.where(
+      stopped_ST.any(axis=1), jnp.minimum(count_S, first_stop_S), count_S
+    )
+    count_S = jnp.minimum(count_S, slots.budget) * slots.active
+    packed = pack(token, logprob, kept)
+    return caches, jnp.concatenate([packed, count_S[:, None]], axis=1)
 
   def _count(self, sampling: SlotSampling, length_S: Any) -> Counts | None:
     if sampling.adjustment is None:

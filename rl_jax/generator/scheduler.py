@@ -32,6 +32,7 @@ import numpy as np
 
 from rl_jax.generator.engine import Drawn, Engine, Prefix
 from rl_jax.generator.pages import OutOfPages
+from rl_jax.generator.speculation import Drafter
 from rl_jax.types import (
   Completion,
   FinishReason,
@@ -41,6 +42,8 @@ from rl_jax.types import (
 
 _Age = tuple[int, int]  # (order of submission, sample index)
 _NEWEST = 0.25  # weight of the newest completion in a row's mean length
+# Guessed tokens a slot from which on verifying beats decoding, see bench.py.
+_WORTH = 1.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,6 +129,11 @@ class Scheduler:
     self._new_weights: tuple[Any, int] | None = None
     # Mean length of the last completions of each row of the data.
     self._lengths: dict[str, float] = {}
+    # Penalties depend on what was drawn, so a draft cannot be verified at once.
+    speculate = engine.config.speculate * (engine.limits.logit_biases is None)
+    self._drafter = Drafter(speculate) if speculate else None
+    self._warm = False  # whether drafts have been verified yet
+    self.tokens_guessed = 0  # that came with the one that was due
 
   @property
   def idle(self) -> bool:
@@ -200,6 +208,9 @@ class Scheduler:
       _Sample(request, i, (order, i)) for i in range(request.num_samples)
     ]
     bisect.insort(self._queue, _Work(samples))
+    if self._drafter is not None:
+      prompt = request.prompt.tokens.tolist()
+      self._drafter.begin(order, prompt, request.num_samples)
 
   def offer_params(self, params: Any, policy_version: int) -> None:
     """New weights, taken when the config's `on_new_weights` allows."""
@@ -215,18 +226,39 @@ class Scheduler:
     self._reserve()
     if self._running:
       version = self.engine.policy_version
-      for slot, drawn in self.engine.generate().items():
+      for slot, drawn in self._generate().items():
         sample = self._running[slot]
         for token in drawn:
           if not sample.stopped_by_text:
             self._append(sample, token, version)
         if sample.stopped_by_text or not self.engine.is_active(slot):
           self._vacate(slot)
-          done.append(_completion(sample))
+          done.append(self._complete(sample))
     if self.engine.config.order == 'longest':
       for completion in done:
         self._learn_length(completion)
     return done
+
+  def _generate(self) -> dict[int, list[Drawn]]:
+    """Decodes, or verifies drafts where that is likely to give more."""
+    if self._drafter is None:
+      return self.engine.generate()
+    drafts, expected = {}, 0.0
+    for slot, sample in self._running.items():
+      order, index = sample.age
+      if draft := self._drafter.draft(order, index):
+        drafts[slot] = draft
+        expected += min(self._drafter.expected(order), len(draft))
+    # The first time in any case, so that nothing compiles later.
+    verify = expected >= _WORTH * len(self._running) or not self._warm
+    self._warm = True
+    drawn = self.engine.generate(drafts if verify else None)
+    for slot, draft in drafts.items():
+      tokens = [x.token for x in drawn[slot]]
+      self._drafter.judge(self._running[slot].age[0], draft, tokens)
+    if verify:
+      self.tokens_guessed += sum(len(x) - 1 for x in drawn.values())
+    return drawn
 
   def abort(self, key: Any) -> list[Completion]:
     """Ends the requests of this `key` now.
@@ -250,7 +282,7 @@ class Scheduler:
       self._queue.remove(work)
       ended += work.samples
     ended.sort(key=lambda s: s.age)
-    return [_completion(sample, 'abort') for sample in ended]
+    return [self._complete(sample, 'abort') for sample in ended]
 
   # ---- the acts of a step
 
@@ -323,7 +355,7 @@ class Scheduler:
         if sample.finish_reason() is not None:
           del held.samples[index]
           held.prefix.sample_indices.remove(index)
-          done.append(_completion(sample))
+          done.append(self._complete(sample))
       self._drop_if_empty(held)
     return done
 
@@ -399,27 +431,30 @@ class Scheduler:
       self._held.remove(held)
       self.engine.drop(held.prefix)
 
+  def _complete(
+    self, sample: _Sample, reason: FinishReason | None = None
+  ) -> Completion:
+    if self._drafter is not None:
+      self._drafter.end(sample.age[0])
+    reason = reason or sample.finish_reason()
+    assert reason is not None
+    return Completion(
+      request=sample.request,
+      sample_index=sample.index,
+      tokens=np.array(sample.tokens, np.int32),
+      behavior_logprobs=np.array(sample.logprobs, np.float32),
+      kept_logmass=np.array(sample.kept, np.float32),
+      policy_versions=np.array(sample.versions, np.int32),
+      finish_reason=reason,
+    )
+
   def _append(self, sample: _Sample, drawn: Drawn, version: int) -> None:
     sample.append(drawn, version)
     self.tokens_generated += 1
+    if self._drafter is not None:
+      self._drafter.append(*sample.age, drawn.token)
     sampling = sample.request.sampling
     if sampling.stop_strings:
       assert self._decode is not None  # or `submit` had refused it
       text = text_before_stop(sample.tokens, sampling, self._decode)
       sample.stopped_by_text = text is not None
-
-
-def _completion(
-  sample: _Sample, reason: FinishReason | None = None
-) -> Completion:
-  reason = reason or sample.finish_reason()
-  assert reason is not None
-  return Completion(
-    request=sample.request,
-    sample_index=sample.index,
-    tokens=np.array(sample.tokens, np.int32),
-    behavior_logprobs=np.array(sample.logprobs, np.float32),
-    kept_logmass=np.array(sample.kept, np.float32),
-    policy_versions=np.array(sample.versions, np.int32),
-    finish_reason=reason,
-  )
