@@ -31,12 +31,19 @@ setup(
     'tokenizers>=0.22',
   ],
   extras_require={
+    # Serves by JetStream; brings TensorFlow. For less: generator/jetstream.py.
+    'jetstream': ['google-jetstream==0.2.2'],
     'reasoning-gym': ['reasoning-gym==0.1.25'],
     'test': [
+      'grpcio>=1.70',
       'hypothesis>=6.100',
+      'portpicker>=1.6',
+      'prometheus-client>=0.21',
       'pytest>=9.0',
       'pytest-xdist>=3.6',
       'reasoning-gym==0.1.25',
+      'shortuuid>=1.0',
+      'tiktoken>=0.9',
     ],
     # Compiles for TPUs that are not there; the version that jax asks for.
     'tpu-compile': ['jax[tpu]'],

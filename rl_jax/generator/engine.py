@@ -83,7 +83,7 @@ class Engine:
     self.config, self.limits = config, limits
     self.vocab_size = model.config.vocab_size
     self.policy_version = -1
-    self._mesh = mesh
+    self.mesh = mesh
     self._seed = np.int32(seed)
     self._params: Params | None = None
     self._width = -(-limits.length // config.page_size)

@@ -237,7 +237,7 @@ def _engine(tensor: int, config: Config, logit_biases: int | None) -> Engine:
 
 @functools.cache
 def _weights(engine: Engine, seed: int):
-  mesh, packing = engine._mesh, Packing(engine.config.weight_format)
+  mesh, packing = engine.mesh, Packing(engine.config.weight_format)
   places = meshes.shardings(mesh, MODEL.specs(), meshes.GENERATION_RULES)
   params = jax.tree.map(lambda x: x.astype(engine.config.dtype), stacked(seed))
   params, places = (
