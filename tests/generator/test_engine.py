@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_jax.generator import scheduler as scheduling
 from rl_jax.generator.engine import Engine
 from rl_jax.generator.pages import OutOfPages
 from rl_jax.generator.programs import Config, Limits
@@ -158,6 +159,20 @@ def test_out_of_pages_changes_nothing(lab):
   engine.free(0)
   engine.pool.release(hoard)
   assert engine.pool.num_free == engine.num_pages - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('page_size', [1, 8, 16, 32, 128])
+def test_the_parity_chain(lab, plain, monkeypatch, page_size):
+  """Prefill in chunks, decode, preempted, guessed: all are the learner."""
+  monkeypatch.setattr(scheduling, '_WORTH', 0.0)  # guesses as often as it can
+  engine = lab.engine(page_size=page_size, speculate=2)
+  for pages in (0, lab.minimum(engine)):
+    scheduler = lab.scheduler(engine)
+    results = lab.run(engine, lab.mixture(), scheduler=scheduler, pages=pages)
+    assert scheduler.tokens_guessed > 0
+    lab.assert_equal(results, plain)
+    lab.assert_parity(results)
 
 
 # ---- prompts that begin alike
