@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from rl_jax import meshes
 from rl_jax.generator.kv_layout import HeadsFirst, Pages
 from rl_jax.generator.paged_attention import attend_pages, tpu_kernel
-from rl_jax.generator.programs import Config, Limits, Programs
+from rl_jax.generator.programs import Config, Limits, Programs, Slots
 from rl_jax.generator.quantize import Packing
 from rl_jax.models import base
 
@@ -117,6 +117,40 @@ def test_llama3_8b_compiles_for_tpu_and_fits(topology):
       # A prompt's many tokens attend by XLA.
       kernel = 'tpu_custom_call' in compiled.as_text()
       assert kernel == (what == 'decode'), (name, what)
+
+
+@pytest.mark.parametrize('weight_format', ['dtype', 'int8'])
+def test_every_program_lowers_for_cuda(lab, weight_format):
+  """No card is needed for it; the loop of XLA attends there too."""
+  formats = {'weight_format': weight_format}
+  if weight_format == 'int8':
+    formats['kv_format'] = 'int8'
+  engine = lab.engine(speculate=2, logit_biases=1, **formats)
+  programs, config = engine._programs, engine.config
+  params = lab.weights(engine, 0)
+  S, W = config.num_slots, engine._width
+  R, C = config.prefill_rows, config.prefill_chunk
+  ints = lambda *shape: np.zeros(shape, np.int32)  # noqa: E731
+  slots = Slots.empty(S, W, engine.limits)
+  hidden = np.zeros((R, lab.model.config.d_model), np.float32)
+  arguments = {
+    'prefill': (
+      params,
+      programs.caches,
+      ints(R, C),
+      ints(R),
+      ints(R),
+      ints(R, W),
+    ),
+    'first': (params, hidden, ints(S), ints(S), slots.sampling, np.int32(0)),
+    'decode': (params, programs.caches, slots, np.int32(0)),
+    'verify': (params, programs.caches, slots, ints(S, 2), np.int32(0)),
+    'copy': (programs.caches, ints(S), ints(S)),
+  }
+  for name, given in arguments.items():
+    traced = getattr(programs, name).trace(*given)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    assert 'stablehlo' in text, name
 
 
 @pytest.mark.slow
