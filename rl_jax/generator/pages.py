@@ -137,5 +137,7 @@ class PagePool:
 
   def _keys(self, tokens: np.ndarray) -> list[bytes]:
     whole = len(tokens) // self._size * self._size
+    if not whole:
+      return []
     rows = np.ascontiguousarray(tokens[:whole], np.int32)
     return [row.tobytes() for row in rows.reshape(-1, self._size)]

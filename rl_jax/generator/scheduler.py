@@ -413,7 +413,9 @@ class Scheduler:
 
   def _vacate(self, slot: int) -> _Sample:
     sample = self._running.pop(slot)
-    self.engine.free(slot, sample.sequence())
+    length = len(sample.request.prompt.tokens) + len(sample.tokens)
+    full = length > self.engine.config.page_size  # there is a page to know
+    self.engine.free(slot, sample.sequence() if full else None)
     return sample
 
   def _preempt_held(self, held: _Held) -> None:
