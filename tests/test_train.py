@@ -97,6 +97,7 @@ def tiny(verifier_mode='digits', **flat):
     'prompts__max_prompt_tokens': 4,
     'sampling__max_tokens': 4,
     'generator__num_slots': 16,
+    'generator__page_size': 2,  # prompts that begin alike share a page
     'generator__steps_per_dispatch': 4,
     'generator__prefill_tokens': 32,
     'generator__prefill_chunk': 4,

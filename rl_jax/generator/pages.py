@@ -122,9 +122,14 @@ class PagePool:
     node = _ROOT
     for key, page in zip(self._keys(tokens), pages):
       assert self._counts[page] > 0, f'page {page} is free'
-      known = self._page_of.setdefault((node, key), page)
-      if known == page and page not in self._known:
-        self._known[page] = (node, key), next(self._nodes)
+      known = self._page_of.get((node, key))
+      if known is None:
+        known, mine = page, next(self._nodes)
+        if page in self._known:  # after a page that was handed out since
+          before, mine = self._known[page]
+          del self._page_of[before]
+        self._page_of[node, key] = page
+        self._known[page] = (node, key), mine
       node = self._known[known][1]
 
   def forget(self) -> None:

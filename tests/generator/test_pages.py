@@ -122,6 +122,13 @@ class Contents(RuleBasedStateMachine):
         self.pool.release(again)
       self.pool.release(pages)
 
+  @rule(data=st.data())
+  def tell(self, data):
+    """Of a prompt, when it is prefilled; its pages are still owned."""
+    if self.owners:
+      tokens, pages = data.draw(st.sampled_from(self.owners))
+      self.pool.remember(np.array(tokens, np.int32), pages)
+
   @rule()
   def forget(self):
     self.pool.forget()
@@ -212,3 +219,22 @@ def test_one_release_cannot_free_a_page_twice():
 def test_a_pool_needs_a_page_beside_the_trash_page():
   with pytest.raises(ValueError, match='num_pages=1: must be >= 2'):
     PagePool(1, page_size=2)
+
+
+def test_a_page_that_is_told_twice_is_known_once():
+  """Between the two, the page before it was handed out; it was a twin's."""
+  pool = PagePool(6, page_size=2)
+  tokens = np.array([1, 2, 3, 4])
+  twin = pool.allocate(1)
+  pool.remember(tokens[:2], twin)
+  mine = pool.allocate(2)
+  pool.remember(tokens, mine)  # the first page is known as the twin's
+  pool.release(twin)
+  hoard = pool.allocate(3)
+  assert _known(pool, *tokens) == 0  # nothing leads to the second one
+  pool.remember(tokens, mine)
+  assert _known(pool, *tokens) == 2
+  pool.release(mine)
+  pool.allocate(1)
+  assert _known(pool, *tokens) == 1
+  pool.release(hoard)

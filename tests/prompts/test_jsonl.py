@@ -58,7 +58,9 @@ def test_gsm8k(shared):
   assert found[0].solution == found[0].answer
 
 
-@pytest.mark.parametrize('data', [b'plain', gzip.compress(b'{}' * 99)[:-9]])
+@pytest.mark.parametrize(
+  'data', [b'plain', gzip.compress(b'{}' * 99)[:-9]], ids=['plain', 'cut']
+)
 def test_a_damaged_gzip_file_is_named(tmp_path, data):
   (tmp_path / 'a.jsonl.gz').write_bytes(data)
   with pytest.raises(ValueError, match=r'cannot read the file .*a\.jsonl\.gz'):
