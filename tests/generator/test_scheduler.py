@@ -193,7 +193,8 @@ def _traffic(draw):
     requests.append((prompt_id, length, samples, step, sampling, arrival))
   aborts = draw(st.dictionaries(st.integers(0, 30), st.integers(0, 9)))
   pages = integers(16, 24)
-  return requests, aborts, pages, draw(st.sampled_from(['fifo', 'longest']))
+  order = draw(st.sampled_from(['fifo', 'longest']))
+  return requests, aborts, pages, order, draw(st.sampled_from([0, 2]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,8 +205,8 @@ def test_random_traffic(lab, traffic):
   Of a request that is aborted, as far as it had come. No page is leaked, freed
   twice or written by one owner and read by another.
   """
-  drawn, aborts, pages, order = traffic
-  engine = lab.engine(order=order)
+  drawn, aborts, pages, order, speculate = traffic
+  engine = lab.engine(order=order, speculate=speculate)
   requests = [
     dataclasses.replace(
       lab.request(i, length, samples, step, **sampling), key=i
