@@ -480,7 +480,7 @@ def test_a_pool_too_small_for_two_sequences_says_how_many_are_needed(lab):
   with pytest.raises(ValueError, match=r'num_pages=16.*at least 17; 49 never'):
     Engine(
       lab.model,
-      engine._mesh,
+      engine.mesh,
       config,
       limits=Limits(32, stop_ids=3),
       seed=0,
