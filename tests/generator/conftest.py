@@ -50,6 +50,8 @@ class Lab:
     tensor=1,
     on_new_weights='keep',
     order='fifo',
+    prefix_cache=True,
+    speculate=0,
     logit_biases=None,
     **overrides,
   ) -> Engine:
@@ -59,9 +61,13 @@ class Lab:
     if engine.pool.num_free < engine.num_pages - 1:  # left by a failed test
       _engine.cache_clear()
       engine = _engine(tensor, config, logit_biases)
-    # Read by the scheduler only, so they need no other program.
+    # Read on the host only, so they need no other program.
     engine.config = dataclasses.replace(
-      config, on_new_weights=on_new_weights, order=order
+      config,
+      on_new_weights=on_new_weights,
+      order=order,
+      prefix_cache=prefix_cache,
+      speculate=speculate,
     )
     return engine
 

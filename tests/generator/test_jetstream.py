@@ -81,6 +81,7 @@ print('RESULT' + json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_served_by_jetstream():
   if importlib.util.find_spec('jetstream') is None:
     message = 'pip install --no-deps google-jetstream==0.2.2'

@@ -169,6 +169,7 @@ def test_a_scale_is_sharded_as_its_channels():
   assert attention['out'].scale.spec == PartitionSpec(None)
 
 
+@pytest.mark.slow
 def test_the_drift_of_a_layer_is_that_of_what_it_attends_to():
   """Only the second layer's matrices are cut to three values."""
   params = MODEL.init(jax.random.key(1))

@@ -98,11 +98,11 @@ def test_tokens_are_those_without_speculation(
 
 
 def test_a_wrong_draft_costs_nothing_but_time(lab):
-  engine = lab.engine(speculate=4)
-  engine.load_params(lab.weights(engine, 0), 0)
   request = lab.request(1, 6, temperature=0)
   (wanted,) = lab.run(lab.engine(), [request]).values()
   tokens = wanted.tokens.tolist()
+  engine = lab.engine(speculate=4)
+  engine.load_params(lab.weights(engine, 0), 0)
 
   def drawn_with(guess):
     prefix = engine.start(request, request.prompt.tokens, [0])
@@ -147,9 +147,9 @@ def test_nothing_is_verified_where_it_does_not_pay(lab):
 
 
 def test_penalties_are_not_speculated_with(lab):
-  engine = lab.engine(speculate=4, logit_biases=2)
   requests = [lab.request(i, 4, 2, repetition_penalty=1.5) for i in range(2)]
   wanted = lab.run(lab.engine(logit_biases=2), requests)
+  engine = lab.engine(speculate=4, logit_biases=2)
   scheduler = lab.scheduler(engine)
   lab.assert_equal(lab.run(engine, requests, scheduler=scheduler), wanted)
   assert scheduler.tokens_guessed == 0
