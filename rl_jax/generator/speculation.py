@@ -43,7 +43,9 @@ class Drafter:
     self._length = length
     self._groups: dict[Any, _Group] = {}
 
-  def begin(self, request: Any, prompt: Sequence[int], num_samples: int):
+  def begin(
+    self, request: Any, prompt: Sequence[int], num_samples: int
+  ) -> None:
     """A request was submitted; `request` is its identity."""
     group = self._groups[request] = _Group({}, {}, open=num_samples)
     text = _Text([])
@@ -81,7 +83,9 @@ class Drafter:
     """Drafted tokens that a sample of it is likely to draw."""
     return self._groups[request].gain
 
-  def judge(self, request: Any, draft: Sequence[int], drawn: Sequence[int]):
+  def judge(
+    self, request: Any, draft: Sequence[int], drawn: Sequence[int]
+  ) -> None:
     """Learns how good drafts are, whether this one was verified or not."""
     group, same = self._groups[request], 0
     for a, b in zip(draft, drawn):
