@@ -263,6 +263,7 @@ def _rollout_to_json(rollout: Rollout) -> dict[str, Any]:
       'status': verdict.status,
       'score': float(verdict.score),
       'reason': verdict.reason,
+      'lenient_pass': verdict.lenient_pass,
     },
   }
 

@@ -115,6 +115,7 @@ class EvalResult:
   pass_at: dict[int, dict[str, float]]
   truncation_rate: float  # ended at the length limit
   accepted_stop_rate: float
+  lenient_pass_at_1: float  # with those that pass but for the format
   error_rate: float  # not verified: status 'error' or 'refused'
   mean_completion_tokens: float
   mean_score: float  # what could not be verified scores 0
@@ -197,6 +198,9 @@ def summarise(groups: Sequence[Group], ks: Sequence[int]) -> EvalResult:
     pass_at={k: _pass_at(groups, k) for k in sorted({1, *ks})},
     truncation_rate=_mean([r.finish_reason == 'length' for r in rollouts]),
     accepted_stop_rate=_mean([r.finish_reason == 'stop' for r in passing]),
+    lenient_pass_at_1=_mean(
+      [r.verdict.status == 'pass' or r.verdict.lenient_pass for r in rollouts]
+    ),
     error_rate=_mean(
       [r.verdict.status in ('error', 'refused') for r in rollouts]
     ),

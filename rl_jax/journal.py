@@ -176,7 +176,8 @@ class Journal:
     self._step_begins()
     self.say(
       f'evaluation {name}: pass@1 {values["pass_at_1"]:.3f} '
-      f'[{values["low"]:.3f}, {values["high"]:.3f}] on {values["n"]} prompts, '
+      f'[{values["low"]:.3f}, {values["high"]:.3f}] on {values["n"]} prompts '
+      f'({values["lenient_pass_at_1"]:.3f} with any format), '
       f'{values["truncation_rate"]:.0%} truncated, '
       f'{values["error_rate"]:.0%} without verdict'
     )
@@ -456,11 +457,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def summary_text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   """The end of a run, for people."""
-  lines = ['', 'evaluation      pass@1   95% interval      prompts']
+  lines = ['', 'evaluation      pass@1   95% interval     any format  prompts']
   for name, e in summary['evaluation'].items():
     lines.append(
       f'{name:<15} {e["pass_at_1"]:.3f}    [{e["low"]:.3f}, {e["high"]:.3f}]'
-      f'    {e["n"]}'
+      f'   {e["lenient_pass_at_1"]:.3f}       {e["n"]}'
     )
   lines.append(f'\nwall time       {summary["wall_seconds"]:.0f} s')
   for lane, states in summary['seconds'].items():

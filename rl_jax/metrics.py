@@ -396,6 +396,7 @@ def _rollout_line(group: Group, rollout: Rollout) -> dict[str, Any]:
     'status': rollout.verdict.status,
     'score': float(rollout.verdict.score),
     'reason': rollout.verdict.reason,
+    'lenient_pass': rollout.verdict.lenient_pass,
     'num_completion_tokens': rollout.num_completion_tokens,
     'finish_reason': rollout.finish_reason,
   }

@@ -197,12 +197,17 @@ class Verdict:
   status: Status
   score: float  # in [0, 1]
   reason: str
+  # Of a 'fail': right, but not where or how the answer was to be given. It is
+  # reported, so that a gain in format is not taken for one in skill.
+  lenient_pass: bool = False
 
   def __post_init__(self):
     if self.status not in STATUSES:
       raise ValueError(f'{self.status=}: must be one of {STATUSES}.')
     if not 0.0 <= self.score <= 1.0:  # also refuses nan
       raise ValueError(f'{self.score=}: must be a number in [0, 1].')
+    if self.lenient_pass and self.status != 'fail':
+      raise ValueError(f"{self.lenient_pass=}: is of a 'fail' only.")
 
   @property
   def scored(self) -> bool:

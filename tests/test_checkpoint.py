@@ -459,7 +459,7 @@ def test_group_round_trip_is_exact():
     policy_versions=np.int32([-1, 3, 2**31 - 1]),
     finish_reason='length',
     text='\ud800\u2028\x00',
-    verdict=Verdict('fail', np.float32(0.1), 'wrong'),
+    verdict=Verdict('fail', np.float32(0.1), 'wrong', lenient_pass=True),
   )
   prompt = Prompt(
     prompt_id=np.int64(7),
@@ -476,7 +476,7 @@ def test_group_round_trip_is_exact():
   assert got.sample_index == 1
   assert got.text == rollout.text
   assert got.finish_reason == 'length'
-  assert got.verdict == Verdict('fail', float(np.float32(0.1)), 'wrong')
+  assert got.verdict == Verdict('fail', float(np.float32(0.1)), 'wrong', True)
   arrays = [(back.prompt.tokens, prompt.tokens)]
   for name in (
     'tokens',

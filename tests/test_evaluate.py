@@ -11,7 +11,7 @@ from rl_jax.types import Group, Prompt, Rollout, SamplingParams, Verdict
 
 
 def make_group(*outcomes):
-  """A group of (status, score, finish reason, completion tokens)."""
+  """A group of (status, score, finish reason, completion tokens, lenient)."""
   rollouts = [
     Rollout(
       sample_index=i,
@@ -22,9 +22,9 @@ def make_group(*outcomes):
       policy_versions=np.int32([-1] + [0] * num_tokens),
       finish_reason=finish,
       text='aaaa',
-      verdict=Verdict(status, score, ''),
+      verdict=Verdict(status, score, '', *lenient),
     )
-    for i, (status, score, finish, num_tokens) in enumerate(outcomes)
+    for i, (status, score, finish, num_tokens, *lenient) in enumerate(outcomes)
   ]
   return Group(Prompt(0, 'a/0', 'x', np.int32([0]), '1'), rollouts)
 
@@ -96,7 +96,7 @@ def test_summarise_by_hand():
       PASS, ('pass', 1.0, 'length', 9), ('timeout', 0.0, 'stop', 2), FAIL
     ),
     make_group(
-      ('fail', 0.5, 'length', 9),
+      ('fail', 0.5, 'length', 9, True),
       ('error', 1.0, 'stop', 4),
       ('refused', 0.0, 'stop', 4),
       ('fail', 0.0, 'stop', 2),
@@ -112,6 +112,7 @@ def test_summarise_by_hand():
   )
   assert result.truncation_rate == 2 / 8
   assert result.accepted_stop_rate == 1 / 2
+  assert result.lenient_pass_at_1 == (2 + 1) / 8
   assert result.error_rate == 2 / 8
   assert result.mean_completion_tokens == (1 + 9 + 2 + 1 + 9 + 4 + 4 + 2) / 8
   assert result.mean_score == (1 + 1 + 0.5) / 8  # the error's 1.0 is none
@@ -130,6 +131,7 @@ def test_summarise_by_hand():
     'num_samples': 8,
     'truncation_rate': 0.25,
     'accepted_stop_rate': 0.5,
+    'lenient_pass_at_1': 0.375,
     'error_rate': 0.25,
     'mean_completion_tokens': 4.0,
     'mean_score': 0.3125,

@@ -129,6 +129,7 @@ def test_rollouts_round_trip(tmp_path):
     'status': 'fail',
     'score': float(np.float32(0.1)),
     'reason': NASTY,
+    'lenient_pass': False,
     'num_completion_tokens': 2,
     'finish_reason': 'stop',
   }

@@ -226,6 +226,12 @@ def test_a_verdict_refuses_a_status():
     Verdict('passed', 1.0, '')  # pyright: ignore[reportArgumentType]
 
 
+def test_only_a_fail_can_be_a_lenient_pass():
+  assert Verdict('fail', 0.0, '', lenient_pass=True).score == 0
+  with pytest.raises(ValueError, match='lenient_pass=True'):
+    Verdict('error', 0.0, '', lenient_pass=True)
+
+
 def test_errors_and_refusals_do_not_judge():
   scored = {s: Verdict(s, 0.0, '').scored for s in types.STATUSES}
   assert scored == {

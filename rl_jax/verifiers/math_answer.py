@@ -74,13 +74,12 @@ def verify(completion: str, answer: str | int, config: Config) -> Verdict:
   """
   _, gold = _gold(answer)
   tail = completion[-config.max_chars :].translate(_MINUS)
-  text = _extract(tail, config.extract)
-  if not text or not (text := text.strip()):
-    return Verdict('fail', 0.0, 'no answer found')
-  number = parse(text)
-  if number is not None and _equal(number, gold):
+  text = (_extract(tail, config.extract) or '').strip()
+  if _is(text, gold):
     return Verdict('pass', 1.0, f'exact: {text}')
-  return Verdict('fail', 0.0, f'wrong: {text[:80]}')
+  reason = f'wrong: {text[:80]}' if text else 'no answer found'
+  last = _extract(tail, 'last_number') or ''
+  return Verdict('fail', 0.0, reason, lenient_pass=_is(last, gold))
 
 
 def examples(answer: str | int, config: Config) -> dict[str, str]:
@@ -264,6 +263,11 @@ def _unit(text: str, money: bool) -> str | None:
   if not money:
     return unit
   return None if unit == '%' else 'dollar' + unit.removeprefix('dollar')
+
+
+def _is(text: str, gold: Number) -> bool:
+  number = parse(text)
+  return number is not None and _equal(number, gold)
 
 
 def _equal(number: Number, gold: Number) -> bool:

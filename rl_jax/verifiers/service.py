@@ -315,9 +315,10 @@ class VerifierService:
     if message == 'ready':
       self._started.set_result(None)
       return
-    verdict = Verdict(message['status'], message['score'], message['reason'])
+    job_id = message.pop('id')
+    verdict = Verdict(**message)
     with self._lock:
-      future = self._open.pop(message['id'])
+      future = self._open.pop(job_id)
     self._slots.release()
     future.set_result(verdict)
 

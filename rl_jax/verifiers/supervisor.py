@@ -212,13 +212,8 @@ class Supervisor:
     """A worker ended by itself: its job gets one more attempt."""
     if worker.jobs and worker.jobs[0].attempts >= MAX_ATTEMPTS:
       job = worker.jobs.popleft()
-      self._client.send(
-        _reply(
-          job.job_id,
-          'error',
-          f'the worker died {job.attempts} times on this item.',
-        )
-      )
+      reason = f'the worker died {job.attempts} times on this item.'
+      self._client.send(_reply(job.job_id, Verdict('error', 0.0, reason)))
     self._replace(worker)
 
   def _expire(self) -> None:
@@ -230,7 +225,7 @@ class Supervisor:
       job = worker.jobs.popleft()
       self._batch = 1  # this verifier may hang: let no item wait for another
       reason = f'no verdict within {self._deadline_seconds:g} s'
-      self._client.send(_reply(job.job_id, 'timeout', reason))
+      self._client.send(_reply(job.job_id, Verdict('timeout', 0.0, reason)))
       self._replace(worker)
 
   def _dispatch(self) -> None:
@@ -306,9 +301,7 @@ def _work(
           job_id = message['id']
           channel.send(*verdicts, {'id': job_id})  # it begins
           verdict = judge(message['completion'], message['answer'])
-          verdicts = [
-            _reply(job_id, verdict.status, verdict.reason, verdict.score)
-          ]
+          verdicts = [_reply(job_id, verdict)]
           job_id = None
         channel.send(*verdicts)
         verdicts = []
@@ -316,19 +309,18 @@ def _work(
       if job_id is not None and (error := sys.exception()) is not None:
         traceback.print_exception(error)
         last_line = traceback.format_exception_only(error)[-1].strip()
-        channel.send(_reply(job_id, 'error', last_line))
+        channel.send(_reply(job_id, Verdict('error', 0.0, last_line)))
   finally:
     os._exit(0)  # never back into the supervisor's frames
 
 
-def _reply(
-  job_id: int, status: str, reason: str, score: float = 0.0
-) -> dict[str, Any]:
+def _reply(job_id: int, verdict: Verdict) -> dict[str, Any]:
   return {
     'id': job_id,
-    'status': status,
-    'score': float(score),
-    'reason': reason[:MAX_REASON_CHARS],
+    'status': verdict.status,
+    'score': float(verdict.score),
+    'reason': verdict.reason[:MAX_REASON_CHARS],
+    'lenient_pass': bool(verdict.lenient_pass),
   }
 
 

@@ -275,6 +275,27 @@ def test_reasons_tell_no_answer_from_a_wrong_one():
 
 
 @pytest.mark.parametrize(
+  'completion, extract, lenient',
+  [
+    ('so it is 5', 'auto', True),
+    ('5', 'boxed', True),
+    (r'\boxed{it is 5}', 'auto', True),
+    ('#### 6, no: 5', 'hash', True),
+    ('so it is 6', 'auto', False),
+    ('5 or 6', 'auto', False),
+    ('', 'auto', False),
+    ('6', 'last_number', False),
+  ],
+)
+def test_a_fail_says_whether_only_the_format_was_wrong(
+  completion, extract, lenient
+):
+  config = math_answer.Config(extract=extract)
+  verdict = math_answer.verify(completion, '5', config)
+  assert (verdict.status, verdict.lenient_pass) == ('fail', lenient)
+
+
+@pytest.mark.parametrize(
   'answer',
   ['', ' ', 'B', '(1,2)', r'\sqrt{2}', '1,2', 'x+1', '3 #### ', r'\boxed{}']
   + [None, 0.5, True, ['5'], {'a': 1}, '1/0', '9**9**9'],

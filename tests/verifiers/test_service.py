@@ -84,6 +84,9 @@ def test_verdicts_settings_and_names():
   with VerifierService(PROBE, {'right': 'yes', 'lengths': [3]}) as service:
     assert service.verify('yes', None) == Verdict('pass', 1.0, 'yes')
     assert service.verify('right', None) == Verdict('fail', 0.0, 'right')
+    assert service.verify('lenient', None) == (
+      Verdict('fail', 0.0, 'lenient', lenient_pass=True)
+    )
     assert service.verify('settings', None).reason == (
       "Config(right='yes', lengths=(3,))"
     )

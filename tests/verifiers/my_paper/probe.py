@@ -71,5 +71,7 @@ def verify(completion, answer, config):
         f.write(str(os.getpid()))
       signal.pause()
     return Verdict('pass', 1.0, 'second attempt')
+  if completion == 'lenient':
+    return Verdict('fail', 0.0, completion, lenient_pass=True)
   right = completion == config.right
   return Verdict('pass' if right else 'fail', float(right), completion)
