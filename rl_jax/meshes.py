@@ -182,6 +182,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
+def stacked(tree: Any, axis: str) -> Any:
+  """Shardings of the same arrays with one part for each device of `axis`."""
+  return jax.tree.map(
+    lambda s: NamedSharding(s.mesh, PartitionSpec(axis, *s.spec)), tree
+  )
+
+
 def rows(mesh: Mesh) -> NamedSharding:
   """Rows of a micro-batch, [B, ...], over every axis that splits data."""
   return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))

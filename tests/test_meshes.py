@@ -190,6 +190,14 @@ def test_rows_lie_over_data_and_fsdp_and_scalars_everywhere():
   assert scalar.is_fully_replicated
 
 
+def test_stacked_puts_one_part_on_each_device_of_the_axis():
+  embed = jax.sharding.NamedSharding(MESH, PartitionSpec('fsdp', None))
+  (found,) = meshes.stacked((embed,), 'data')
+  parts = jax.device_put(np.zeros((2, 4, 3)), found)
+  assert found.spec == PartitionSpec('data', 'fsdp', None)
+  assert {s.data.shape for s in parts.addressable_shards} == {(1, 2, 3)}
+
+
 def test_describe_says_who_has_which_devices():
   assert _create(1).describe() == (
     'colocated: training data1xfsdp1xtensor1 on cpu:[0]; '

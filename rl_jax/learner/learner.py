@@ -3,10 +3,12 @@
 Master parameters are float32 on the training mesh; the forward pass runs in
 `compute_dtype`. Token weights already hold the global normaliser, so
 gradients of micro-batches are summed, never averaged, and the result does not
-depend on how a batch is cut or sharded. All batches have one shape: rows of
-`row_tokens`, `rows_per_microbatch` at a time, so nothing recompiles.
+depend on how a batch is cut or sharded. Each part of the mesh axis `data` sums
+its own gradients, and the parts are added once a step. All batches have one
+shape: rows of `row_tokens`, `rows_per_microbatch` at a time, so nothing
+recompiles.
 
-Letters: B rows, T tokens.
+Letters: B rows, T tokens, P parts of the mesh axis `data`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax import meshes
 from rl_jax.algorithms.base import Loss, LossInputs
@@ -59,6 +61,7 @@ class Config:
 
 
 _Micro = Any  # a TrainBatch of jax arrays
+_PARTS = 'parts'  # name of the axis that maps over them
 
 
 class TrainState(NamedTuple):
@@ -98,10 +101,13 @@ class Learner:
     self.param_shardings = meshes.shardings(mesh, specs, meshes.TRAINING_RULES)
     self._state_shardings = self._shardings()
     replicated = meshes.replicated(mesh)
+    self._sum_shardings = meshes.stacked(
+      (self.param_shardings, replicated, replicated), 'data'
+    )
     self._accumulate = jax.jit(
       self._accumulate_program,
       donate_argnums=2,
-      out_shardings=(self.param_shardings, replicated, replicated),
+      out_shardings=self._sum_shardings,
     )
     self._apply = jax.jit(
       self._apply_program,
@@ -175,22 +181,41 @@ class Learner:
   # ---- programs
 
   def _accumulate_program(self, params, reference, sums, micro: _Micro):
-    gradient = jax.grad(self._micro_loss, has_aux=True)
-    grads, (totals, maxima) = gradient(params, reference, micro)
-    old_grads, old_totals, old_maxima = sums
+    grads, totals, maxima = sums
+    more = self._part_sums(params, reference, micro)
     return (
-      jax.tree.map(jnp.add, old_grads, grads),
-      jax.tree.map(jnp.add, old_totals, totals),
-      jax.tree.map(jnp.maximum, old_maxima, maxima),
+      jax.tree.map(jnp.add, grads, more[0]),
+      jax.tree.map(jnp.add, totals, more[1]),
+      jax.tree.map(jnp.maximum, maxima, more[2]),
     )
+
+  def _part_sums(self, params, reference, micro: _Micro):
+    """(gradients, totals, maxima) of each part: [P, ...], not yet reduced."""
+    gradient = jax.vmap(
+      jax.grad(self._micro_loss, has_aux=True),
+      in_axes=(None, None, 0),
+      axis_name=_PARTS,
+      spmd_axis_name='data',
+    )
+    parts = jax.tree.map(self._parts, micro)
+    grads, (totals, maxima) = gradient(params, reference, parts)
+    return grads, totals, maxima
+
+  def _parts(self, x: jax.Array) -> jax.Array:
+    """[B, T] -> [P, B / P, T], where it is."""
+    parts = x.reshape(self.mesh.shape['data'], -1, *x.shape[1:])
+    sharding = NamedSharding(self.mesh, PartitionSpec('data', 'fsdp'))
+    return jax.lax.with_sharding_constraint(parts, sharding)
 
   def _micro_loss(self, params, reference, micro: _Micro):
     mask = micro.loss_mask
-    logprobs, entropies = self._logprobs(params, micro)
+    logprobs, entropies = self._logprobs(params, micro, _PARTS)
     if reference is None:
       anchor = None
     else:
-      anchor = jax.lax.stop_gradient(self._logprobs(reference, micro)[0])
+      anchor = jax.lax.stop_gradient(
+        self._logprobs(reference, micro, _PARTS)[0]
+      )
     token_loss, metrics = self._loss(
       LossInputs(
         logprobs, micro.behavior_logprobs, anchor, micro.advantages, mask
@@ -212,7 +237,8 @@ class Learner:
     return loss, (totals, maxima)
 
   def _apply_program(self, state: TrainState, sums):
-    grads, totals, maxima = sums
+    grads, totals = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums[:2])
+    maxima = jax.tree.map(lambda x: jnp.max(x, axis=0), sums[2])
     updates, opt_state = self._optimizer.update(
       grads, state.opt_state, state.params
     )
@@ -229,7 +255,7 @@ class Learner:
   def _score_program(self, params, micro: _Micro):
     return self._logprobs(params, micro)[0]
 
-  def _logprobs(self, params, micro: _Micro):
+  def _logprobs(self, params, micro: _Micro, axis_name=None):
     logprobs, entropies = token_logprobs(
       self._model,
       cast(params, self.config.compute_dtype),
@@ -240,6 +266,7 @@ class Learner:
       self._temperature,
       chunk=self.config.logprob_chunk,
       remat=self.config.remat,
+      axis_name=axis_name,
     )
     # Truncated sampling renormalised what it kept; so do we.
     return logprobs - micro.kept_logmass, entropies
@@ -267,21 +294,15 @@ class Learner:
   def _zero_sums(self, params: Params, micro: TrainBatch) -> Any:
     """Neutral (gradients, totals, maxima) where the real ones will be."""
     if self._zeros is None:
-      shapes = self._abstract().params
-      _, (totals, maxima) = jax.eval_shape(
-        self._micro_loss, params, self._reference, micro
-      )
+      shapes = jax.eval_shape(self._part_sums, params, self._reference, micro)
+
+      def full(tree, value):
+        # With a dtype: weakly typed, it would compile the program twice.
+        return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
+
       self._zeros = jax.jit(
-        lambda: (
-          jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-          jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), totals),
-          # With a dtype: weakly typed, it would compile the program twice.
-          jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), maxima),
-        ),
-        out_shardings=(
-          self.param_shardings,
-          *(meshes.replicated(self.mesh),) * 2,
-        ),
+        lambda: tuple(map(full, shapes, (0, 0, -jnp.inf))),
+        out_shardings=self._sum_shardings,
       )
     return self._zeros()
 

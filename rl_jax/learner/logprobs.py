@@ -26,6 +26,7 @@ def token_logprobs(
   *,
   chunk: int,
   remat: bool = False,
+  axis_name: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Under softmax(logits / temperature), where the mask is set.
 
@@ -33,6 +34,10 @@ def token_logprobs(
   but for the last chunk, and are recomputed in the backward pass. What the
   mask hides is 0 and has no gradient, even where its hidden states are not
   finite.
+
+  Args:
+    axis_name: of a vmap over parts of a batch around this call, which then
+      skip the chunks that no part wants.
 
   Returns:
     (log-probabilities, entropies), [B, T] float32 both; the entropies are a
@@ -54,6 +59,10 @@ def token_logprobs(
   # What is wanted comes first in each row, so that the chunks of prompts and
   # padding, most of them in RL, are never scored.
   order_BT = jnp.argsort(~wanted_BT, axis=1, stable=True)
+  longest = jnp.max(jnp.sum(wanted_BT, axis=1))
+  if axis_name is not None:
+    # A condition that differs between the parts would score every chunk.
+    longest = jax.lax.pmax(longest, axis_name)
 
   def score(hidden_BCD, targets_BC):
     logits = model.logits(params, hidden_BCD) / temperature
@@ -64,10 +73,10 @@ def token_logprobs(
 
   @jax.checkpoint  # around cond, which would keep the head once a chunk
   def score_if_wanted(inputs):
-    hidden_BCD, targets_BC, wanted_BC = inputs
+    hidden_BCD, targets_BC, begin = inputs
     zeros_BC = jnp.zeros(targets_BC.shape, jnp.float32)
     return jax.lax.cond(
-      jnp.any(wanted_BC),
+      begin < longest,
       lambda: score(hidden_BCD, targets_BC),
       lambda: (zeros_BC, zeros_BC),
     )
@@ -84,6 +93,6 @@ def token_logprobs(
 
   logprobs, entropies = jax.lax.map(
     score_if_wanted,
-    (chunks(previous_BTD), chunks(tokens_BT), chunks(wanted_BT)),
+    (chunks(previous_BTD), chunks(tokens_BT), jnp.arange(0, T, chunk)),
   )
   return whole(logprobs), whole(entropies)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -285,6 +286,23 @@ def test_nothing_recompiles_when_the_number_of_rows_changes():
   # The second micro-batch of the first step would be the usual culprit.
   assert learner._accumulate._cache_size() == 1
   assert learner._apply._cache_size() == 1
+
+
+def test_gradients_cross_the_data_axis_once_a_step_not_once_a_micro_batch():
+  learner = _learner((2, 1, 1), 2)
+  state = _state(learner)
+  micro = next(learner.microbatches(_packed()))
+  sums = learner._zero_sums(state.params, micro)
+  accumulate = learner._accumulate.lower(
+    state.params, learner._reference, sums, micro
+  )
+  text = accumulate.compile().as_text()
+  # What crosses is one number: how long the longest row is, to skip the rest.
+  crossing = re.findall(r'= (.*) (?:all-|reduce-sc|collective-).*\(%', text)
+  assert crossing and 'f32' not in ''.join(crossing)
+  assert 'conditional(' in text  # chunks are still skipped, not masked
+  text = learner._apply.lower(state, sums).compile().as_text()
+  assert 'all-reduce(' in text
 
 
 # ---- metrics
