@@ -43,6 +43,9 @@ TRAINING = 'training'
 _CHANGEABLE = ('num_steps', 'checkpoint', 'evaluation', 'service')
 _TRUNCATION_ALARM = 0.5
 _ERROR_ALARM = 0.05
+_EMPTY_ALARM = 0.5
+_SAME_ALARM = 0.9  # over no fewer prompts than
+_SAME_PROMPTS = 4
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain')
 
 
@@ -325,6 +328,22 @@ class Journal:
         f'{values["verdict/error"]:.0%} of the completions could not be '
         f'verified and leave the loss; the first: {reason}',
       )
+    # Signs of a policy that has collapsed; reward alone may hide them.
+    if values['empty_frac'] >= _EMPTY_ALARM:
+      self._warn(
+        'empty',
+        f'{values["empty_frac"]:.0%} of the completions are empty; look at '
+        'rollouts.jsonl. The policy may have collapsed: lower '
+        'optimizer.learning_rate, or raise sampling.min_tokens.',
+      )
+    if values['same_frac'] >= _SAME_ALARM and len(groups) >= _SAME_PROMPTS:
+      self._warn(
+        'same',
+        f'{values["same_frac"]:.0%} of the completions of {len(groups)} '
+        'prompts are one text; look at rollouts.jsonl. The policy may have '
+        'collapsed: lower optimizer.learning_rate, or raise '
+        'algorithm.kl_coef.',
+      )
 
   def _warn(self, kind: str, message: str) -> None:
     """Once for each kind."""
@@ -363,6 +382,7 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
   lengths = np.array([r.num_completion_tokens for r in rollouts])
   staleness = [step - g.oldest_version for g in groups]
   status = [r.verdict.status for r in rollouts]
+  texts = [r.text.strip() for r in rollouts]
   return {
     'reward': float(np.mean(scored)) if scored else math.nan,
     'pass_at_1': status.count('pass') / len(status),
@@ -371,6 +391,8 @@ def rollout_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
     'truncated_frac': float(
       np.mean([r.finish_reason == 'length' for r in rollouts])
     ),
+    'empty_frac': texts.count('') / len(texts),
+    'same_frac': max(collections.Counter(texts).values()) / len(texts),
     'staleness': float(np.mean(staleness)),
     'staleness_max': float(max(staleness)),
     **{f'verdict/{s}': status.count(s) / len(status) for s in STATUSES},
@@ -459,9 +481,11 @@ def summary_text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   """The end of a run, for people."""
   lines = ['', 'evaluation      pass@1   95% interval     any format  prompts']
   for name, e in summary['evaluation'].items():
+    # A resumed run may have begun under a version that did not measure it.
+    lenient = e.get('lenient_pass_at_1', float('nan'))
     lines.append(
       f'{name:<15} {e["pass_at_1"]:.3f}    [{e["low"]:.3f}, {e["high"]:.3f}]'
-      f'   {e["lenient_pass_at_1"]:.3f}       {e["n"]}'
+      f'   {lenient:.3f}       {e["n"]}'
     )
   lines.append(f'\nwall time       {summary["wall_seconds"]:.0f} s')
   for lane, states in summary['seconds'].items():

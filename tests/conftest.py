@@ -1,11 +1,21 @@
-"""Forces eight CPU devices before JAX starts, so that sharding tests run."""
+"""Before JAX starts: eight CPU devices, and programs compiled once.
+
+The compilation cache is that of this test run: its processes share it, those
+of pytest-xdist and those that tests launch, and it goes with the first.
+"""
 
 import os
 import pathlib
+import tempfile
 
 import pytest
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
+if 'PYTEST_XDIST_WORKER' not in os.environ:
+  _compiled = tempfile.TemporaryDirectory(prefix='rl_jax_compiled_')
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = _compiled.name
+  os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+  os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import jax
 

@@ -1,5 +1,6 @@
 """The account of a run, against numbers worked by hand on a clock of ours."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -117,6 +118,8 @@ def test_rollout_metrics_by_hand():
     'completion_tokens': 20 / 6,
     'completion_tokens_max': 8.0,
     'truncated_frac': 2 / 6,
+    'empty_frac': 0.0,
+    'same_frac': 1.0,
     'staleness': (1 + 2) / 2,  # versions 6 and 5 are the oldest
     'staleness_max': 2.0,
     'verdict/pass': 2 / 6,
@@ -174,6 +177,8 @@ def test_a_step_by_hand(tmp_path, clock, capsys):
     'completion_tokens': 20 / 6,
     'completion_tokens_max': 8.0,
     'truncated_frac': 2 / 6,
+    'empty_frac': 0.0,
+    'same_frac': 1.0,
     'staleness': 1.5,
     'staleness_max': 2.0,
     'groups_with_signal': 2,
@@ -288,6 +293,42 @@ def test_the_alarm_of_errors_names_the_first_and_sounds_once(tmp_path, capsys):
         assert '5% of the completions could not be verified' in out
         assert 'the first: why' in out
   assert sounded == [False, False, True, False]
+
+
+EMPTY = '50% of the completions are empty'
+SAME = '90% of the completions of 4 prompts are one text'
+
+
+@pytest.mark.parametrize(
+  ('num_prompts', 'texts', 'told'),
+  [
+    (4, ['{}', '{}', '{}'], []),  # one text a prompt, each its own
+    (4, ['{}', '{}a', ' \n'], []),
+    (4, ['{}', ''], [EMPTY]),
+    (4, ['9', ' 9'] + ['9'] * 7 + ['{}'], [SAME]),
+    (4, ['9'] * 8 + ['{}', '{}a'], []),
+    (3, ['9'] * 10, []),  # so few prompts may have one answer
+  ],
+)
+def test_a_policy_that_collapses_is_told_once(
+  num_prompts, texts, told, tmp_path, capsys
+):
+  def group(index):
+    made = make_group(index, *[('fail', 0.0, 'stop', 1, 0)] * len(texts))
+    return Group(
+      made.prompt,
+      [
+        dataclasses.replace(r, text=text.format(index))
+        for r, text in zip(made.rollouts, texts, strict=True)
+      ],
+    )
+
+  groups = [group(i) for i in range(num_prompts)]
+  with Journal(tmp_path, CONFIG, None, 'heldout') as j:
+    for step in range(2):
+      j.trained(step, 10, groups, select(groups), {})
+  out = capsys.readouterr().out
+  assert re.findall(r'WARNING: (.*?);', out) == told
 
 
 def test_before_and_after_sft_are_told_apart(tmp_path):

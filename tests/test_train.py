@@ -19,7 +19,6 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import base
 from rl_jax import config as configs
@@ -138,31 +137,14 @@ def plugins(tmp_path_factory):
   return folder
 
 
-@pytest.fixture(scope='module')
-def cache(tmp_path_factory):
-  return tmp_path_factory.mktemp('compiled')
-
-
 @pytest.fixture(scope='module', autouse=True)
-def environment(plugins, cache):
-  """Two devices, plugins that can be imported, programs compiled once."""
+def environment(plugins):
+  """Two devices, and plugins that can be imported."""
   devices = jax.devices()[:2]
-  settings = {
-    'jax_compilation_cache_dir': str(cache),
-    'jax_persistent_cache_min_compile_time_secs': 0.0,
-    'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
   with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(plugins)
     patch.setattr(jax, 'devices', lambda: devices)
-    compilation_cache.reset_cache()
-    for name, value in settings.items():
-      jax.config.update(name, value)
     yield
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope='module')
@@ -973,16 +955,10 @@ def get_config():
 
 
 @pytest.fixture
-def launch(tmp_path, plugins, cache):
+def launch(tmp_path, plugins):
   """Starts launch/run.py on the tiny config in a process of its own."""
   (tmp_path / 'tiny.py').write_text(LAUNCHED)
-  environment = os.environ | {
-    'PYTHONPATH': str(plugins),
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_COMPILATION_CACHE_DIR': str(cache),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-  }
+  environment = os.environ | {'PYTHONPATH': str(plugins)}
 
   def launch(workdir, **flat):
     (tmp_path / 'tiny.json').write_text(tiny(**flat).to_json())
