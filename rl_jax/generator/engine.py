@@ -13,7 +13,9 @@ copied: `insert` notes the copy, and all that are noted run in one dispatch
 before anything else touches the pages. Every program (programs.py) has one
 shape, so nothing compiles after the first use of each verb. Slot state lives on
 the host and travels with each dispatch; tokens, log-probs and counts come back
-in one array.
+in one array. With `generator.dispatches_ahead` that array is read when later
+dispatches have been sent; what decoding changes in a slot then stays on the
+device from one to the next, but where the host filled or freed the slot.
 
 Letters: S slots, R chunks of a prefill, C tokens of a chunk, W pages of a row,
 D model.
@@ -21,13 +23,15 @@ D model.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rl_jax.generator.pages import OutOfPages, PagePool
 from rl_jax.generator.programs import Config, Limits, Programs, Slots
@@ -41,6 +45,15 @@ class Drawn(NamedTuple):
   token: int
   logprob: float
   kept_logmass: float
+  policy_version: int  # of the weights that drew it
+
+
+class _Sent(NamedTuple):
+  """A decode dispatch whose results have not been read."""
+
+  packed: jax.Array
+  fills: dict[int, int]  # of the slots that were active as the host knew
+  policy_version: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,6 +115,14 @@ class Engine:
     self._pages: list[list[int]] = [[] for _ in range(config.num_slots)]
     self._versions = [-1] * config.num_slots  # of what is in a slot's pages
     self._noted: list[tuple[int, int]] = []  # page copies: source, target
+    self._ahead = _dispatches_ahead(config, mesh, limits)
+    self._sent: collections.deque[_Sent] = collections.deque()
+    self._moved = jax.device_put(  # of the last dispatch; nothing is yet
+      self._slots.moving, NamedSharding(mesh, PartitionSpec())
+    )
+    self._known = np.ones(config.num_slots, bool)  # the host's is the newest
+    self._fills = [0] * config.num_slots  # times that a slot changed hands
+    self.seconds_waited = 0.0  # for the results of decode dispatches
     self._programs = Programs(
       model,
       mesh,
@@ -209,7 +230,10 @@ class Engine:
 
   def reserve(self, slot: int) -> None:
     """Pages for the tokens of the next dispatch, or OutOfPages."""
-    ahead = max(self.config.steps_per_dispatch, self.config.speculate + 1)
+    fill = self._fills[slot]
+    unread = sum(sent.fills.get(slot) == fill for sent in self._sent)
+    ahead = self.config.steps_per_dispatch * (unread + 1)
+    ahead = max(ahead, self.config.speculate + 1)
     steps = min(ahead, int(self._slots.budget[slot]))
     length = int(self._slots.position[slot]) + steps
     missing = -(-length // self.config.page_size) - len(self._pages[slot])
@@ -227,14 +251,22 @@ class Engine:
         slot then draws a token, and as many before it as its draft guessed.
 
     Returns:
-      The tokens drawn by each slot that was active. A slot that drew a stop
-      token or spent its budget is not active any more; `free` it.
+      The tokens drawn by each slot that was active and not freed since; with
+      `dispatches_ahead` those of an earlier call, or none yet. A slot that
+      drew a stop token or spent its budget is not active any more; `free` it.
     """
     self._copy_noted()
-    was_active = np.flatnonzero(self._slots.active)
+    active = np.flatnonzero(self._slots.active).tolist()
+    # Copies, since the host goes on to write to its own.
+    slots = jax.tree.map(np.copy, self._slots)
     if drafts is None:
-      self._caches, packed = self._programs.decode(
-        self._params, self._caches, self._slots, self._seed
+      self._caches, packed, self._moved = self._programs.decode(
+        self._params,
+        self._caches,
+        slots,
+        self._moved,
+        self._known.copy(),
+        self._seed,
       )
     else:
       draft_SN = np.full(
@@ -245,11 +277,23 @@ class Engine:
         tokens = tokens[: int(self._slots.budget[slot]) - 1]
         draft_SN[slot, : len(tokens)] = tokens
       self._caches, packed = self._programs.verify(
-        self._params, self._caches, self._slots, draft_SN, self._seed
+        self._params, self._caches, slots, draft_SN, self._seed
       )
-    packed = np.asarray(packed)[was_active]
-    rows = _unpack(packed[:, :-1], packed[:, -1])
-    drawn = dict(zip(was_active.tolist(), rows, strict=True))
+    self._known[:] = self._ahead == 0
+    fills = {slot: self._fills[slot] for slot in active}
+    self._sent.append(_Sent(packed, fills, self.policy_version))
+    return self._read() if len(self._sent) > self._ahead else {}
+
+  def _read(self) -> dict[int, list[Drawn]]:
+    """Waits for the oldest dispatch, and takes its tokens."""
+    sent = self._sent.popleft()
+    begun = time.monotonic()
+    packed = np.asarray(sent.packed)
+    self.seconds_waited += time.monotonic() - begun
+    mine = [s for s, fill in sent.fills.items() if self._fills[s] == fill]
+    counts = packed[mine, -1]
+    rows = _unpack(packed[mine, :-1], counts, sent.policy_version)
+    drawn = {slot: row for slot, row in zip(mine, rows, strict=True) if row}
     for slot, tokens in drawn.items():
       self._advance(slot, tokens)
     return drawn
@@ -269,8 +313,10 @@ class Engine:
     self.pool.release(self._pages[slot])
     self._set_pages(slot, [])
     self._slots.active[slot] = False
+    self._changed_hands(slot)
 
   def is_active(self, slot: int) -> bool:
+    """As far as results have been read."""
     return bool(self._slots.active[slot])
 
   def _copy_noted(self) -> None:
@@ -305,6 +351,12 @@ class Engine:
     slots.active[slot] = True
     tokens = [*prefix.tokens.tolist(), prefix.first[index].token]
     slots.set_sampling(slot, request, index, tokens)
+    self._changed_hands(slot)
+
+  def _changed_hands(self, slot: int) -> None:
+    """The host's state of it is the newest; what is unread, another's."""
+    self._known[slot] = True
+    self._fills[slot] += 1
 
   def _advance(self, slot: int, drawn: list[Drawn]) -> None:
     slots = self._slots
@@ -343,17 +395,39 @@ class Engine:
           self._seed,
         )
       )
-      rows = _unpack(packed[: len(part)], np.ones(len(part), np.int32))
+      ones = np.ones(len(part), np.int32)
+      rows = _unpack(packed[: len(part)], ones, self.policy_version)
       for (_, prefix, index), (first,) in zip(part, rows, strict=True):
         prefix.first[index] = first
 
 
-def _unpack(packed: np.ndarray, counts: np.ndarray) -> list[list[Drawn]]:
-  """The first `counts` tokens of each row of a `_pack`ed array."""
+def _dispatches_ahead(config: Config, mesh: Mesh, limits: Limits) -> int:
+  if limits.logit_biases is not None:  # penalties need the tokens drawn
+    if config.dispatches_ahead > 0:
+      raise ValueError(
+        f'generator.dispatches_ahead={config.dispatches_ahead}: with penalties,'
+        ' min_tokens or logit_bias it must be 0 (or -1).'
+      )
+    return 0
+  if config.dispatches_ahead >= 0:
+    return config.dispatches_ahead
+  on_cpu = mesh.devices.flat[0].platform == 'cpu'
+  return 0 if on_cpu or config.speculate else 1
+
+
+def _unpack(
+  packed: np.ndarray, counts: np.ndarray, policy_version: int
+) -> list[list[Drawn]]:
+  """The first `counts` tokens of each row of a `pack`ed array."""
   tokens, *floats = np.split(packed, 3, axis=1)
   logprobs, masses = (np.ascontiguousarray(x).view(np.float32) for x in floats)
   rows = zip(tokens.tolist(), logprobs.tolist(), masses.tolist(), strict=True)
   return [
-    [Drawn(*x) for x in zip(*(column[:count] for column in row), strict=True)]
+    [
+      Drawn(token, logprob, mass, policy_version)
+      for token, logprob, mass in zip(
+        *(column[:count] for column in row), strict=True
+      )
+    ]
     for row, count in zip(rows, counts.tolist(), strict=True)
   ]

@@ -25,6 +25,7 @@ from rl_jax.generator.kv_layout import HeadsFirst, KVLayout, Pages
 from rl_jax.generator.paged_attention import attend_pages, tpu_kernel
 from rl_jax.generator.sampling import (
   Adjustment,
+  Array,
   Counts,
   SlotSampling,
   count,
@@ -51,19 +52,31 @@ class Config:
   unroll_layers: bool = True  # faster on CPU; False compiles faster
   prefix_cache: bool = True  # prompts that begin alike share pages
   speculate: int = 0  # drafted tokens of a slot that are verified at once
+  # Dispatches that are sent before the results of an earlier one are read: the
+  # host's work is hidden, and a slot that ends stays empty as long. -1: 1 on
+  # accelerators; 0 on CPU, and with `speculate`, which needs the results.
+  dispatches_ahead: int = -1
   order: str = 'fifo'  # of requests of a step: fifo | longest, see scheduler
   on_new_weights: str = 'keep'  # KV of running rollouts: keep|recompute|drain
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      low = 0 if field.name in ('num_pages', 'speculate') else 1
+      low = {'num_pages': 0, 'speculate': 0, 'dispatches_ahead': -1}.get(
+        field.name, 1
+      )
       if field.type == 'int' and value < low:
         raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
     if self.prefill_tokens % self.prefill_chunk:
       raise ValueError(
         f'generator.prefill_tokens={self.prefill_tokens}: must be a multiple '
         f'of prefill_chunk={self.prefill_chunk}.'
+      )
+    if self.speculate and self.dispatches_ahead > 0:
+      raise ValueError(
+        f'generator.dispatches_ahead={self.dispatches_ahead} with speculate='
+        f'{self.speculate}: drafts need the tokens before them; one of the two '
+        'must be 0.'
       )
     legal = {
       'dtype': ('float32', 'bfloat16'),
@@ -93,6 +106,15 @@ class Limits(NamedTuple):
   # Logit biases of a request. None: none, no penalties and no `min_tokens`,
   # and decoding does not spend time on counting tokens.
   logit_biases: int | None = None
+
+
+class Moving(NamedTuple):
+  """What decoding changes in a slot; see `Slots`."""
+
+  last_token: Array  # [S] int32
+  position: Array  # [S] int32
+  active: Array  # [S] bool
+  budget: Array  # [S] int32
 
 
 class Slots(NamedTuple):
@@ -132,6 +154,10 @@ class Slots(NamedTuple):
       adjustment=adjustment,
     )
     return cls(ints(width), ints(), ints(), np.zeros(S, bool), ints(), sampling)
+
+  @property
+  def moving(self) -> Moving:
+    return Moving(self.last_token, self.position, self.active, self.budget)
 
   def set_sampling(
     self, slot: int, request: Request, index: int, tokens: Sequence[int]
@@ -191,7 +217,9 @@ class Programs:
       self._prefill_program, donate_argnums=1, out_shardings=out
     )
     self.decode = jax.jit(
-      self._decode_program, donate_argnums=1, out_shardings=out
+      self._decode_program,
+      donate_argnums=1,
+      out_shardings=(*out, self._replicated),
     )
     self.verify = jax.jit(
       self._verify_program, donate_argnums=1, out_shardings=out
@@ -219,7 +247,7 @@ class Programs:
     slots = Slots.empty(S, self._width, self._limits)
     rest = {
       'prefill': (ints(R, C), ints(R), ints(R), ints(R, self._width)),
-      'decode': (slots, np.int32(0)),
+      'decode': (slots, slots.moving, slots.active, np.int32(0)),
     }[name]
     program = getattr(self, name)
     return program.lower(params, self.caches, *self._described(rest)).compile()
@@ -281,7 +309,17 @@ class Programs:
     )
     return pack(token[:, None], logprob[:, None], kept[:, None])
 
-  def _decode_program(self, params, caches, slots: Slots, seed):
+  def _decode_program(
+    self, params, caches, slots: Slots, moved: Moving, known_S, seed
+  ):
+    """Goes on from `slots` where the host knows them, else from `moved`.
+
+    Args:
+      moved: of the last dispatch, which the host may not have read yet.
+    """
+    start = jax.tree.map(
+      lambda host, device: jnp.where(known_S, host, device), slots.moving, moved
+    )
     S, n = slots.active.shape[0], self._config.steps_per_dispatch
     sampling = slots.sampling
     slot_S = jnp.arange(S)
@@ -329,17 +367,15 @@ class Programs:
     carry = (
       jnp.int32(0),
       caches,
-      jnp.asarray(slots.last_token),
-      jnp.asarray(slots.position),
-      jnp.asarray(slots.active),
-      jnp.asarray(slots.budget),
-      self._count(sampling, slots.position + 1),
+      *start,
+      self._count(sampling, start.position + 1),
       out,
     )
-    _, caches, *_, out = jax.lax.while_loop(unfinished, decode, carry)
+    _, caches, *end, _, out = jax.lax.while_loop(unfinished, decode, carry)
     tokens, logprobs, masses, counts = out
     packed = pack(tokens, logprobs, masses)
-    return caches, jnp.concatenate([packed, counts[:, None]], axis=1)
+    packed = jnp.concatenate([packed, counts[:, None]], axis=1)
+    return caches, packed, Moving(*end)
 
   def _verify_program(self, params, caches, slots: Slots, draft_SN, seed):
     """As `decode`, for tokens that are guessed before: one pass for all.

@@ -61,11 +61,11 @@ class _Sample:
   versions: list[int] = dataclasses.field(default_factory=list)
   stopped_by_text: bool = False
 
-  def append(self, drawn: Drawn, version: int) -> None:
+  def append(self, drawn: Drawn) -> None:
     self.tokens.append(drawn.token)
     self.logprobs.append(drawn.logprob)
     self.kept.append(drawn.kept_logmass)
-    self.versions.append(version)
+    self.versions.append(drawn.policy_version)
 
   def sequence(self) -> np.ndarray:
     """Prompt and completion."""
@@ -227,12 +227,11 @@ class Scheduler:
     self._insert()
     self._reserve()
     if self._running:
-      version = self.engine.policy_version
       for slot, drawn in self._generate().items():
         sample = self._running[slot]
         for token in drawn:
           if not sample.stopped_by_text:
-            self._append(sample, token, version)
+            self._append(sample, token)
         if sample.stopped_by_text or not self.engine.is_active(slot):
           self._vacate(slot)
           done.append(self._complete(sample))
@@ -347,14 +346,13 @@ class Scheduler:
     waiting = [h for h in self._held if not h.prefix.complete]
     if not waiting:
       return []
-    version = self.engine.policy_version
     self.engine.prefill([h.prefix for h in waiting])
     done = []
     for held in waiting:
       if not held.prefix.complete:
         continue
       for index, sample in list(held.samples.items()):
-        self._append(sample, held.prefix.first[index], version)
+        self._append(sample, held.prefix.first[index])
         if sample.finish_reason() is not None:
           del held.samples[index]
           held.prefix.sample_indices.remove(index)
@@ -453,8 +451,8 @@ class Scheduler:
       finish_reason=reason,
     )
 
-  def _append(self, sample: _Sample, drawn: Drawn, version: int) -> None:
-    sample.append(drawn, version)
+  def _append(self, sample: _Sample, drawn: Drawn) -> None:
+    sample.append(drawn)
     self.tokens_generated += 1
     if self._drafter is not None:
       self._drafter.append(*sample.age, drawn.token)

@@ -52,6 +52,12 @@ def test_logprobs_equal_the_learners(lab, plain):
       marks=slow,
     ),
     pytest.param('tensor=2', marks=slow),
+    'dispatches_ahead=1',
+    pytest.param(
+      'num_slots=3 num_pages=23 page_size=3 steps_per_dispatch=2 '
+      'dispatches_ahead=2',
+      marks=slow,
+    ),
   ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_settings(lab, plain, settings):
@@ -159,6 +165,66 @@ def test_out_of_pages_changes_nothing(lab):
   engine.free(0)
   engine.pool.release(hoard)
   assert engine.pool.num_free == engine.num_pages - 1
+
+
+def test_results_are_read_a_dispatch_late(lab):
+  """As of the weights that drew them, and never those of a slot's last one."""
+  requests = [lab.request(i, length=5) for i in range(3)]
+  wanted = [c.tokens.tolist() for c in lab.run(lab.engine(), requests).values()]
+  engine = lab.engine(dispatches_ahead=1)
+
+  def fill(slot, request):
+    prefix = engine.start(request, request.prompt.tokens, [0])
+    while not prefix.complete:
+      engine.prefill([prefix])
+    engine.insert(prefix, {0: slot})
+    engine.drop(prefix)
+
+  def generate():
+    for slot in range(4):
+      if engine.is_active(slot):
+        engine.reserve(slot)
+    return {
+      slot: ([d.token for d in drawn], {d.policy_version for d in drawn})
+      for slot, drawn in engine.generate().items()
+    }
+
+  engine.load_params(lab.weights(engine, 0), 0)
+  fill(0, requests[0])
+  fill(1, requests[1])
+  assert generate() == {}
+  engine.free(1)
+  fill(1, requests[2])
+  assert generate() == {0: (wanted[0][1:5], {0})}  # slot 1's are lost
+  engine.load_params(lab.weights(engine, 0), 7)
+  assert generate() == {
+    0: (wanted[0][5:9], {0}),
+    1: (wanted[2][1:5], {0}),
+  }
+  assert generate() == {
+    0: (wanted[0][9:13], {7}),
+    1: (wanted[2][5:9], {7}),
+  }
+  engine.free(0)
+  engine.free(1)
+  assert engine.pool.num_free == engine.num_pages - 1
+
+
+@pytest.mark.parametrize(
+  ('overrides', 'message'),
+  [
+    ({'speculate': 2}, 'dispatches_ahead=1 with speculate=2: drafts need'),
+    ({'dispatches_ahead': -2}, 'dispatches_ahead=-2: must be >= -1'),
+  ],
+)
+def test_what_cannot_be_read_late_is_refused(overrides, message):
+  with pytest.raises(ValueError, match=message):
+    Config(**{'dispatches_ahead': 1, **overrides})
+
+
+def test_penalties_cannot_be_read_late(lab):
+  with pytest.raises(ValueError, match='dispatches_ahead=1: with penalties'):
+    lab.engine(dispatches_ahead=1, logit_biases=1)
 
 
 @pytest.mark.slow

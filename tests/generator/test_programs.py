@@ -143,7 +143,10 @@ def test_every_program_lowers_for_cuda(lab, weight_format):
       ints(R, W),
     ),
     'first': (params, hidden, ints(S), ints(S), slots.sampling, np.int32(0)),
-    'decode': (params, programs.caches, slots, np.int32(0)),
+    'decode': (
+      *(params, programs.caches, slots),
+      *(slots.moving, slots.active, np.int32(0)),
+    ),
     'verify': (params, programs.caches, slots, ints(S, 2), np.int32(0)),
     'copy': (programs.caches, ints(S), ints(S)),
   }

@@ -194,7 +194,8 @@ def _traffic(draw):
   aborts = draw(st.dictionaries(st.integers(0, 30), st.integers(0, 9)))
   pages = integers(16, 24)
   order = draw(st.sampled_from(['fifo', 'longest']))
-  return requests, aborts, pages, order, draw(st.sampled_from([0, 2]))
+  late = draw(st.sampled_from([{}, {'speculate': 2}, {'dispatches_ahead': 1}]))
+  return requests, aborts, pages, order, late
 
 
 @settings(max_examples=40, deadline=None)
@@ -205,8 +206,8 @@ def test_random_traffic(lab, traffic):
   Of a request that is aborted, as far as it had come. No page is leaked, freed
   twice or written by one owner and read by another.
   """
-  drawn, aborts, pages, order, speculate = traffic
-  engine = lab.engine(order=order, speculate=speculate)
+  drawn, aborts, pages, order, late = traffic
+  engine = lab.engine(order=order, **late)
   requests = [
     dataclasses.replace(
       lab.request(i, length, samples, step, **sampling), key=i
