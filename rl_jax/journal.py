@@ -246,7 +246,8 @@ class Journal:
     }
     values |= self._speed()
     self._writer.scalars(step, values)
-    self._writer.rollouts(step, groups)
+    advantages = {id(s.rollout): s.advantage for s in selection.scored}
+    self._writer.rollouts(step, groups, advantages)
     self._writer.text(step, 'rollout', _sample_text(groups[0]))
     self._print_line(step, num_steps, values)
     self._alarm(values, groups)

@@ -86,11 +86,18 @@ class MetricsWriter:
     """Writes a text for TensorBoard's text page; to no other file."""
     self._tensorboard(phase, step).text(int(step), tag, markdown)
 
-  def rollouts(self, step: int, groups: Sequence[Group]) -> None:
-    """Writes every rollout that step `step` consumed, one a line."""
+  def rollouts(
+    self, step: int, groups: Sequence[Group], advantages: Mapping[int, float]
+  ) -> None:
+    """Writes every rollout that step `step` consumed, one a line.
+
+    Args:
+      advantages: of those that were trained on, by `id` of the rollout.
+    """
     for group in groups:
       for rollout in group.rollouts:
         line = {'step': int(step), **_rollout_line(group, rollout)}
+        line['advantage'] = advantages.get(id(rollout))
         self._write('rollouts', line)
 
   def cursor(self) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def test_text_is_read_back_by_tensorboard(tmp_path):
 def test_rollouts_round_trip(tmp_path):
   group = make_group(NASTY, score=np.float32(0.1))
   with open_writer(tmp_path) as writer:
-    writer.rollouts(np.int64(9), [group, make_group(versions=(-1, -1, -1))])
+    groups = [group, make_group(versions=(-1, -1, -1))]
+    writer.rollouts(np.int64(9), groups, {id(group.rollouts[0]): -0.5})
   first, empty = lines(tmp_path / 'rollouts.jsonl')
   assert first == {
     'step': 9,
@@ -132,7 +133,9 @@ def test_rollouts_round_trip(tmp_path):
     'lenient_pass': False,
     'num_completion_tokens': 2,
     'finish_reason': 'stop',
+    'advantage': -0.5,
   }
+  assert empty['advantage'] is None
   assert empty['policy_version_oldest'] is None
   assert empty['num_completion_tokens'] == 0
 
@@ -141,15 +144,15 @@ def test_resume_lists_no_step_twice(tmp_path):
   with open_writer(tmp_path) as writer:
     for step in (0, 1):
       writer.scalars(step, {'loss': step})
-      writer.rollouts(step, [make_group()])
+      writer.rollouts(step, [make_group()], {})
     cursor = json.loads(json.dumps(writer.cursor()))
     writer.scalars(2, {'loss': -1})
-    writer.rollouts(2, [make_group('lost')])
+    writer.rollouts(2, [make_group('lost')], {})
   with open(tmp_path / 'metrics.jsonl', 'ab') as file:
     file.write(b'{"step": 3, "ti')  # killed in the middle of a line
   with open_writer(tmp_path, cursor) as writer:
     writer.scalars(2, {'loss': 2})
-    writer.rollouts(2, [make_group('kept')])
+    writer.rollouts(2, [make_group('kept')], {})
     assert writer.cursor()['next_steps'] == {'rl': 3}
   assert [x['loss'] for x in lines(tmp_path / 'metrics.jsonl')] == [0, 1, 2]
   rollouts = lines(tmp_path / 'rollouts.jsonl')

@@ -36,7 +36,8 @@ class Config:
   kl_estimator: str = 'k3'  # k3 | k2 | k1 (reports only: no mean gradient)
   truncated: str = 'keep'  # completions cut at max_tokens: keep | zero | mask
   # Of a generator whose numbers are not the learner's: none | truncated |
-  # auto, which is 'truncated' with int8 or bfloat16 on either side.
+  # auto, which is 'truncated' with int8 or bfloat16 on either side. That
+  # bounds ratios by its cap; clips of an algorithm then have nothing to do.
   correction: str = 'auto'
   correction_cap: float = 2.0  # largest weight that it gives a token
 
@@ -120,7 +121,8 @@ def bind(algorithm: ModuleType, config: Any) -> Loss:
   the one that drew the tokens, and each token's loss is weighed by how much
   likelier it is to the learner than to the generator, up to a cap (truncated
   importance sampling, https://fengyao.notion.site/off-policy-rl): what int8
-  changes is then corrected and not clipped.
+  changes is then corrected and not clipped. The plugin's own ratio is 1 then,
+  since a batch has one update; the metrics say how far apart the two are.
   """
 
   def loss(inputs: LossInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -141,8 +143,9 @@ def _corrected(
   algorithm: ModuleType, config: Any, inputs: LossInputs
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   current = jax.lax.stop_gradient(inputs.logprobs)
-  weight = jnp.exp(log_ratio(inputs._replace(logprobs=current)))
-  weight = jnp.minimum(weight, config.correction_cap)
+  log_r = log_ratio(inputs._replace(logprobs=current))
+  ratio = jnp.exp(log_r)
+  weight = jnp.minimum(ratio, config.correction_cap)
   token_loss, metrics = algorithm.loss(
     inputs._replace(
       behavior_logprobs=jnp.where(
@@ -151,7 +154,13 @@ def _corrected(
     ),
     config,
   )
-  return token_loss * weight, metrics | {'correction': weight}
+  capped = (ratio > config.correction_cap).astype(jnp.float32)
+  return token_loss * weight, metrics | {
+    'correction': weight,
+    'correction_capped': capped,
+    'learner_over_behavior': ratio,
+    'kl_behavior': jnp.expm1(log_r) - log_r,  # k3 of KL(mu || pi)
+  }
 
 
 def check_plugin(algorithm: ModuleType, config: Any) -> None:

@@ -62,6 +62,7 @@ logging.getLogger().setLevel(logging.WARNING)
 
 _NO_BOS = -1  # JetStream puts a bos before token ids; this one is taken off
 _POLL_SECONDS = 0.1
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
@@ -211,14 +212,25 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class _JetStreamTokenizer(tokenizer_api.Tokenizer):
-  """Ours; a prompt that is too long loses its beginning."""
+  """Ours; a prompt that is too long loses its beginning, and that is told.
+
+  JetStream has no way to refuse one: an error here would end the server.
+  """
 
   def __init__(self, tokenizer: Any):
     self._tokenizer = tokenizer
 
   def encode(self, s: str, **kwargs: Any):
     size = kwargs['max_prefill_length']
-    tokens = self._tokenizer.encode(s)[-size:]
+    tokens = self._tokenizer.encode(s)
+    if len(tokens) > size:
+      _log.warning(
+        'a prompt of %d tokens loses its first %d: %d is the most.',
+        len(tokens),
+        len(tokens) - size,
+        size,
+      )
+      tokens = tokens[-size:]
     return np.pad(tokens, (0, size - len(tokens))), len(tokens)
 
   def decode(self, token_ids: list[int], **kwargs: Any) -> str:

@@ -70,7 +70,8 @@ class Config:
     if self.prefill_tokens % self.prefill_chunk:
       raise ValueError(
         f'generator.prefill_tokens={self.prefill_tokens}: must be a multiple '
-        f'of prefill_chunk={self.prefill_chunk}.'
+        f'of prefill_chunk={self.prefill_chunk}; nearest legal: '
+        f'{max(1, self.prefill_rows) * self.prefill_chunk}.'
       )
     if self.speculate and self.dispatches_ahead > 0:
       raise ValueError(

@@ -211,6 +211,13 @@ def heldout_prompts(
     raise ValueError(f'{n=}: must be >= 1.')
   loaded = _load(sources, 'prompts.heldout', config, tokenizer)
   keys = [key for source in loaded for key in source.keys]
+  if dropped := sum(source.report['dropped'] for source in loaded):
+    _log.warning(
+      'prompts.heldout: %d rows are too long to be asked, so pass@k is that of '
+      'the other %d; raise prompts.max_prompt_tokens to count them.',
+      dropped,
+      len(keys),
+    )
   if n > len(keys):
     _log.warning(
       'prompts.heldout: %d prompts asked for, only %d exist.', n, len(keys)

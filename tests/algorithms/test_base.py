@@ -385,6 +385,11 @@ def test_a_drift_of_the_generator_is_weighed_and_not_clipped():
   np.testing.assert_allclose(corrected, [[-0.5, -1, -1.5, -2]], rtol=1e-5)
   np.testing.assert_allclose(metrics['correction'], [[0.5, 1, 1.5, 2]], 1e-5)
   np.testing.assert_allclose(metrics['ratio'], np.ones((1, 4)), rtol=1e-6)
+  # The plugin's ratio says nothing of the drift; these do, before the cap.
+  np.testing.assert_allclose(metrics['learner_over_behavior'], ratios, 1e-5)
+  np.testing.assert_allclose(metrics['correction_capped'], [[0, 0, 0, 1]])
+  k3 = ratios - 1 - np.log(ratios)
+  np.testing.assert_allclose(metrics['kl_behavior'], k3, atol=1e-5)
   capped, _ = gradient(correction='truncated', correction_cap=1.25)
   np.testing.assert_allclose(capped, [[-0.5, -1, -1.25, -1.25]], rtol=1e-5)
 

@@ -529,7 +529,7 @@ def test_nothing_compiles_after_the_first_use_of_each_verb(lab, plain):
     ('num_pages', -1, '>= 0'),
     ('steps_per_dispatch', 0, '>= 1'),
     ('prefill_tokens', -3, '>= 1'),
-    ('prefill_tokens', 100, 'multiple of prefill_chunk=32'),
+    ('prefill_tokens', 100, 'multiple of prefill_chunk=32; nearest legal: 96'),
     ('prefill_chunk', 0, '>= 1'),
     ('dtype', 'float16', 'bfloat16'),
     ('on_new_weights', 'forget', 'recompute'),

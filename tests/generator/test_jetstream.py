@@ -17,6 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 SERVED = """
 import json
+import logging
 from concurrent import futures
 
 import grpc
@@ -71,8 +72,17 @@ for _ in range(2):  # slots are filled again
   with futures.ThreadPoolExecutor(8) as pool:
     replies = list(pool.map(ask, range(8)))
 server.stop()
+
+records = []
+handler = logging.Handler()
+handler.emit = lambda record: records.append(record.getMessage())
+logging.getLogger('rl_jax').addHandler(handler)
+encode = adapter.build_tokenizer(None).encode
+cut = [encode('ABCDEFGH'[:n], max_prefill_length=6) for n in (6, 8)]
 print('RESULT' + json.dumps({
   'live': live,
+  'cut': [tokenizer.decode(ids[:length]) for ids, length in cut],
+  'told': records,
   'wanted': wanted,
   'got': [r[0] for r in replies],
   'texts': [r[1] for r in replies],
@@ -99,6 +109,10 @@ def test_served_by_jetstream():
   (line,) = [x for x in done.stdout.splitlines() if x.startswith('RESULT')]
   result = json.loads(line.removeprefix('RESULT'))
   assert result['live']
+  assert result['cut'] == ['ABCDEF', 'CDEFGH']
+  assert result['told'] == [
+    'a prompt of 8 tokens loses its first 2: 6 is the most.'
+  ]
   for got, wanted, text, decoded in zip(
     result['got'],
     result['wanted'],

@@ -22,3 +22,14 @@ def test_random_traffic_leaks_nothing_and_ends():
   last = json.loads(done.stdout.splitlines()[-1])
   for what in ('aborted', 'versions', 'tokens_matched', 'tokens_guessed'):
     assert last[what] > 0, last
+
+
+def test_help_names_the_flags():
+  done = subprocess.run(
+    [sys.executable, str(ROOT / 'launch' / 'soak.py'), '--help'],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 0, done.stderr
+  assert '--minutes' in done.stdout

@@ -207,6 +207,15 @@ def test_one_of_ten_is_too_long(source, caplog):
   assert 'a/9' not in _rows(stream.take(27))
   kept = _stream({'a': source(*rows)}, max_prompt_tokens=20)
   assert kept.report['a']['dropped'] == 0
+  assert 'pass@k' not in caplog.text
+  sources = {'a': source(*rows)}
+  config = Config(heldout=sources, max_prompt_tokens=19)
+  prompts, _ = heldout_prompts(sources, config, CHARS, 9)
+  assert len(prompts) == 9
+  assert (
+    '1 rows are too long to be asked, so pass@k is that of the other 9'
+    in (caplog.text)
+  )
 
 
 @pytest.fixture(scope='module')
