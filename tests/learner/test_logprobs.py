@@ -1,15 +1,22 @@
 """Token log-probs: the shift, the chunks, the masks."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh
 
+from rl_jax.algorithms import base as algorithms
+from rl_jax.algorithms import grpo
+from rl_jax.learner.learner import Config, Learner
 from rl_jax.learner.logprobs import token_logprobs
 from rl_jax.models import base
 from rl_jax.models.attention import segment_attention
+from rl_jax.types import TrainBatch
 
 MODEL = base.Model(
   base.ModelConfig(vocab_size=64, d_model=32, head_dim=8, d_ffn=48)
@@ -238,10 +245,10 @@ def test_entropy_of_known_distributions():
 
 
 @pytest.mark.slow
-def test_memory_stays_far_below_that_of_all_logits():
-  """In value and gradient, of what would be 64 MiB of logits."""
+@pytest.mark.parametrize('data', [1, 2])
+def test_memory_stays_far_below_that_of_all_logits(data):
+  """In scoring, and in the update with its reference: 64 MiB of logits."""
   B, T, V = 4, 256, 16384
-  all_logits = B * T * V * 4
   model = base.Model(
     base.ModelConfig(
       vocab_size=V,
@@ -253,19 +260,32 @@ def test_memory_stays_far_below_that_of_all_logits():
       d_ffn=16,
     )
   )
-  params = jax.tree.map(
-    lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32),
-    model.specs(),
-    is_leaf=lambda x: isinstance(x, base.ParamSpec),
+  learner = Learner(
+    model,
+    Mesh(
+      np.array(jax.devices()[:data]).reshape(data, 1, 1),
+      ('data', 'fsdp', 'tensor'),
+    ),
+    Config(row_tokens=T, rows_per_microbatch=B, logprob_chunk=8),
+    optax.sgd(1.0),
+    algorithms.bind(grpo, grpo.Config(kl_coef=0.1)),
+    temperature=1.0,
   )
-  row = [jax.ShapeDtypeStruct((B, T), jnp.int32)] * 3
-  row.append(jax.ShapeDtypeStruct((B, T), jnp.float32))
-
-  def total(params, row):
-    found, entropies = token_logprobs(model, params, *row, 1.0, chunk=8)
-    return found.sum() + entropies.sum()
-
-  for program in (total, jax.grad(total)):
-    memory = jax.jit(program).lower(params, row).compile().memory_analysis()
-    mebibytes = memory.temp_size_in_bytes / 2**20
-    assert mebibytes < all_logits / 2**20 / 4, mebibytes
+  params = learner.init_params(jax.random.key(0))
+  learner.set_reference(params)
+  ints = ('tokens', 'segment_ids', 'positions')
+  batch = TrainBatch(
+    **{
+      f.name: np.zeros((B, T), np.int32 if f.name in ints else np.float32)
+      for f in dataclasses.fields(TrainBatch)
+    }
+  )
+  (micro,) = learner.microbatches(batch)
+  sums = learner._zero_sums(params, micro)
+  for lowered in (
+    learner._score.lower(params, micro),
+    learner._accumulate.lower(params, params, sums, micro),
+  ):
+    memory = lowered.compile().memory_analysis()
+    mebibytes = memory.temp_size_in_bytes / 2**20  # of one device
+    assert mebibytes < B * T * V * 4 / data / 2**20 / 4, mebibytes
