@@ -1,7 +1,8 @@
 """Measures: `python launch/bench.py generator [--json=PATH] [--only=NAME]`.
 
 `quality` instead of `generator` measures what int8 costs: the perplexity of
-GSM8K solutions.
+GSM8K solutions; `roofline` how near decoding comes to what this machine can
+read and multiply, and the host's share of its time.
 
 Each row of the table of `generator` is a workload, ours and a peer's on the
 same model, prompts and lengths, in processes of their own that take turns
@@ -175,6 +176,24 @@ class Ours:
     )
     self._scheduler = Scheduler(engine)
     self._scheduler.offer_params(sent.params[0], 0)
+    self.num_params = sum(x.size for x in jax.tree.leaves(sent.params[0]))
+
+  def host_share(self, texts: list[str]) -> float:
+    """Of decoding, what is not waiting for the device's results."""
+    from rl_jax.types import Prompt, Request, SamplingParams
+
+    scheduler, engine = self._scheduler, self._scheduler.engine
+    slots = engine.config.num_slots
+    for i, row in enumerate(exact(texts, self.tokenizer, slots, 128)):
+      prompt = Prompt(i, f'bench/{i}', '', row, None)
+      scheduler.submit(Request(prompt, 1, SamplingParams(64, 0.0), step=0))
+    for _ in range(-(-slots * 128 // engine.config.prefill_tokens)):
+      scheduler.step()  # until all are prefilled
+    before, begin = engine.seconds_waited, time.perf_counter()
+    while not scheduler.idle:
+      scheduler.step()
+    seconds = time.perf_counter() - begin
+    return 1 - (engine.seconds_waited - before) / seconds
 
   def run(self, rows, samples, max_tokens, temperature, stop) -> float:
     from rl_jax.types import Prompt, Request, SamplingParams
@@ -495,6 +514,58 @@ def quality(gsm8k: str, count: int = 64) -> list[dict]:
   return records
 
 
+# ---- what the machine could do
+
+
+def fastest(program, *arrays) -> float:
+  """Seconds of the best of ten calls."""
+  seconds = []
+  for _ in range(11):  # the first one compiles
+    begin = time.perf_counter()
+    program(*arrays).block_until_ready()
+    seconds.append(time.perf_counter() - begin)
+  return min(seconds[1:])
+
+
+def roofline(gsm8k: str, slots: int = 16) -> list[dict]:
+  """A step must read every weight once and multiply each by every slot's."""
+  import jax
+  import jax.numpy as jnp
+
+  size = 2048
+  square = jnp.ones((size, size))
+  flops = 2 * size**3 / fastest(jax.jit(jnp.matmul), square, square)
+  long = jnp.ones(1 << 28)  # 1 GiB: no cache holds it
+  bandwidth = long.nbytes / fastest(jax.jit(jnp.max), long)
+  del square, long
+
+  ours = Ours(slots, LENGTH['decode16'], dispatches_ahead=0)
+  texts = prompts(gsm8k, ours.tokenizer)
+  rate = max(decode(ours, texts, slots) for _ in range(2))
+  weights = ours.num_params
+  least = max(4 * weights / bandwidth, 2 * weights * slots / flops)
+  found = [
+    ('memory', bandwidth / 1e9, 'GB/s', None),
+    ('matrix product', flops / 1e9, 'GFLOP/s', None),
+    (f'decode {slots} slots float32', rate, 'tokens/s', None),
+    ('fraction of the roofline', least * rate / slots, 'share', None),
+    ('host share of decoding', ours.host_share(texts), 'share', 0.05),
+  ]
+  records = []
+  for name, value, unit, target in found:
+    record = dict(
+      name=name,
+      value=value,
+      unit=unit,
+      against=None,
+      ratio=None,
+      target=target,
+    )
+    records.append(record)
+    print(json.dumps(record), flush=True)
+  return records
+
+
 # ---- the table
 
 
@@ -519,7 +590,7 @@ def in_process(case: str, name: str, gsm8k: str) -> float:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('area', choices=['generator', 'quality'])
+  parser.add_argument('area', choices=['generator', 'quality', 'roofline'])
   parser.add_argument('--json', help='also write the rows here, as JSON lines')
   parser.add_argument('--only', default='', help='rows whose name has this')
   parser.add_argument(
@@ -537,6 +608,8 @@ def main() -> None:
     return
   if args.area == 'quality':
     records = quality(args.gsm8k)
+  elif args.area == 'roofline':
+    records = roofline(args.gsm8k)
   else:
     records = compare(args.only, args.repeats, args.gsm8k)
   if args.json:
