@@ -58,6 +58,7 @@ def get_config() -> ConfigDict:
         unroll_layers=True,  # faster on CPU; False compiles faster
         prefix_cache=True,  # prompts that begin alike share pages
         speculate=0,  # drafted tokens that a slot has verified at once
+        top_logprobs=0,  # likeliest tokens told beside each drawn one
         dispatches_ahead=-1,  # sent before one's results are read; -1: auto
         order='fifo',  # of a step's requests: fifo | longest expected first
         on_new_weights='keep',  # running rollouts' KV: keep|recompute|drain

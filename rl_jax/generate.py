@@ -273,17 +273,18 @@ class _Batch:
       return [{**row.record, 'row': number, 'error': row.error}]
     lines = []
     for index, c in sorted(row.samples.items()):
-      lines.append(
-        {
-          **row.record,
-          'row': number,
-          'sample': index,
-          'completion': c.text(self._tokenizer.decode),
-          'finish_reason': c.finish_reason,
-          'num_tokens': len(c.tokens),
-          'logprob': float(c.behavior_logprobs.sum(dtype='float64')),
-        }
-      )
+      line = {
+        **row.record,
+        'row': number,
+        'sample': index,
+        'completion': c.text(self._tokenizer.decode),
+        'finish_reason': c.finish_reason,
+        'num_tokens': len(c.tokens),
+        'logprob': float(c.behavior_logprobs.sum(dtype='float64')),
+      }
+      if self._settings.generator.top_logprobs:
+        line['top_logprobs'] = c.likeliest
+      lines.append(line)
     return lines
 
 

@@ -170,6 +170,9 @@ class Completion:
   kept_logmass: np.ndarray  # [T] float32, log mass kept by top-k/p, min-p
   policy_versions: np.ndarray  # [T] int32, of the weights that drew the token
   finish_reason: FinishReason
+  # Of each token the likeliest tokens in its place with their log-probs, before
+  # truncation; as many as `generator.top_logprobs`.
+  likeliest: Sequence[list[tuple[int, float]]] = ()
 
   def text(self, decode: Callable[[Sequence[int]], str]) -> str:
     """Decoded, without the stop token, or from the stop string on."""

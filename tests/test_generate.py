@@ -153,6 +153,7 @@ def test_completions_are_drawn_as_in_evaluation(run, prompts, tmp_path):
     evaluation__logit_bias=((3, 1e3),),  # the digit 1, again and again
     evaluation__stop_strings=('111',),
     evaluation__min_tokens=4,
+    generator__top_logprobs=2,
   )
   generate(config, prompts, tmp_path / 'out.jsonl', workdir=run)
   lines = map(json.loads, (tmp_path / 'out.jsonl').read_text().splitlines())
@@ -162,6 +163,9 @@ def test_completions_are_drawn_as_in_evaluation(run, prompts, tmp_path):
     # Three of them complete the string, but four tokens are the fewest.
     assert (line['completion'], line['num_tokens']) == ('1', 4)
     assert (line['finish_reason'], line['logprob']) == ('stop', 0.0)
+    assert [[first, len(rest)] for first, *rest in line['top_logprobs']] == [
+      [[3, pytest.approx(0)], 1]
+    ] * 4
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ class Drawn(NamedTuple):
   logprob: float
   kept_logmass: float
   policy_version: int  # of the weights that drew it
+  likeliest: list[tuple[int, float]]  # tokens and log-probs: `top_logprobs`
 
 
 class _Sent(NamedTuple):
@@ -292,7 +293,7 @@ class Engine:
     self.seconds_waited += time.monotonic() - begun
     mine = [s for s, fill in sent.fills.items() if self._fills[s] == fill]
     counts = packed[mine, -1]
-    rows = _unpack(packed[mine, :-1], counts, sent.policy_version)
+    rows = self._unpack(packed[mine, :-1], counts, sent.policy_version)
     drawn = {slot: row for slot, row in zip(mine, rows, strict=True) if row}
     for slot, tokens in drawn.items():
       self._advance(slot, tokens)
@@ -396,9 +397,36 @@ class Engine:
         )
       )
       ones = np.ones(len(part), np.int32)
-      rows = _unpack(packed[: len(part)], ones, self.policy_version)
+      rows = self._unpack(packed[: len(part)], ones, self.policy_version)
       for (_, prefix, index), (first,) in zip(part, rows, strict=True):
         prefix.first[index] = first
+
+  def _unpack(
+    self, packed: np.ndarray, counts: np.ndarray, policy_version: int
+  ) -> list[list[Drawn]]:
+    """The first `counts` tokens of each row of a `pack`ed array."""
+    K = self.config.top_logprobs
+    n = packed.shape[1] // (3 + 2 * K)
+    parts = np.split(packed, [n, 2 * n, 3 * n, (3 + K) * n], axis=1)
+    tokens, logprobs, masses, ids, tops = (
+      part if i in (0, 3) else np.ascontiguousarray(part).view(np.float32)
+      for i, part in enumerate(parts)
+    )
+    ids, tops = (x.reshape(len(x), n, K).tolist() for x in (ids, tops))
+    rows = zip(
+      *(tokens.tolist(), logprobs.tolist(), masses.tolist(), ids, tops),
+      counts.tolist(),
+      strict=True,
+    )
+    return [
+      [
+        Drawn(token, logprob, mass, policy_version, list(zip(*top)))
+        for token, logprob, mass, *top in zip(
+          *(column[:count] for column in columns), strict=True
+        )
+      ]
+      for *columns, count in rows
+    ]
 
 
 def _dispatches_ahead(config: Config, mesh: Mesh, limits: Limits) -> int:
@@ -413,21 +441,3 @@ def _dispatches_ahead(config: Config, mesh: Mesh, limits: Limits) -> int:
     return config.dispatches_ahead
   on_cpu = mesh.devices.flat[0].platform == 'cpu'
   return 0 if on_cpu or config.speculate else 1
-
-
-def _unpack(
-  packed: np.ndarray, counts: np.ndarray, policy_version: int
-) -> list[list[Drawn]]:
-  """The first `counts` tokens of each row of a `pack`ed array."""
-  tokens, *floats = np.split(packed, 3, axis=1)
-  logprobs, masses = (np.ascontiguousarray(x).view(np.float32) for x in floats)
-  rows = zip(tokens.tolist(), logprobs.tolist(), masses.tolist(), strict=True)
-  return [
-    [
-      Drawn(token, logprob, mass, policy_version)
-      for token, logprob, mass in zip(
-        *(column[:count] for column in row), strict=True
-      )
-    ]
-    for row, count in zip(rows, counts.tolist(), strict=True)
-  ]

@@ -29,10 +29,16 @@ from rl_jax.generator.sampling import (
   Counts,
   SlotSampling,
   count,
+  most_likely,
   sample,
 )
 from rl_jax.models.base import Model
 from rl_jax.types import Request
+
+_LOWEST = {
+  **dict.fromkeys(('num_pages', 'speculate', 'top_logprobs'), 0),
+  'dispatches_ahead': -1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Config:
   unroll_layers: bool = True  # faster on CPU; False compiles faster
   prefix_cache: bool = True  # prompts that begin alike share pages
   speculate: int = 0  # drafted tokens of a slot that are verified at once
+  top_logprobs: int = 0  # likeliest tokens that are told beside each drawn one
   # Dispatches that are sent before the results of an earlier one are read: the
   # host's work is hidden, and a slot that ends stays empty as long. -1: 1 on
   # accelerators; 0 on CPU, and with `speculate`, which needs the results.
@@ -62,9 +69,7 @@ class Config:
   def __post_init__(self):
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
-      low = {'num_pages': 0, 'speculate': 0, 'dispatches_ahead': -1}.get(
-        field.name, 1
-      )
+      low = _LOWEST.get(field.name, 1)
       if field.type == 'int' and value < low:
         raise ValueError(f'generator.{field.name}={value}: must be >= {low}.')
     if self.prefill_tokens % self.prefill_chunk:
@@ -305,10 +310,9 @@ class Programs:
   ):
     hidden_SD = jnp.take(hidden_RD, row_S, axis=0)
     logits = self._model.logits(params, hidden_SD[:, None])[:, 0]
-    token, logprob, kept = sample(
-      logits, position_S, sampling, seed, self._count(sampling, position_S)
-    )
-    return pack(token[:, None], logprob[:, None], kept[:, None])
+    seen = self._count(sampling, position_S)
+    drawn = self._draw(logits, position_S, sampling, seed, seen)
+    return pack(*(x[:, None] for x in drawn))
 
   def _decode_program(
     self, params, caches, slots: Slots, moved: Moving, known_S, seed
@@ -342,16 +346,16 @@ class Programs:
         params, last[:, None], position[:, None], attend, caches
       )
       logits = self._model.logits(params, hidden)[:, 0]
-      token, logprob, kept = sample(logits, position + 1, sampling, seed, seen)
+      drawn = self._draw(logits, position + 1, sampling, seed, seen)
+      token = drawn[0]
       if seen is not None:
         seen = seen._replace(drawn=seen.drawn.at[slot_S, token].add(active))
-      tokens, logprobs, masses, counts = out
-      out = (
-        tokens.at[:, step].set(token),
-        logprobs.at[:, step].set(logprob),
-        masses.at[:, step].set(kept),
-        counts + active,
-      )
+      *columns, counts = out
+      columns = [
+        column.at[:, step].set(x)
+        for column, x in zip(columns, drawn, strict=True)
+      ]
+      out = (*columns, counts + active)
       last = jnp.where(active, token, last)
       position = position + active
       budget = budget - active
@@ -359,10 +363,13 @@ class Programs:
       active = active & ~stopped & (budget > 0)
       return step + 1, caches, last, position, active, budget, seen, out
 
+    top = (S, n, self._config.top_logprobs)
     out = (
       jnp.zeros((S, n), jnp.int32),
       jnp.zeros((S, n), jnp.float32),
       jnp.zeros((S, n), jnp.float32),
+      jnp.zeros(top, jnp.int32),
+      jnp.zeros(top, jnp.float32),
       jnp.zeros(S, jnp.int32),
     )
     carry = (
@@ -373,9 +380,8 @@ class Programs:
       out,
     )
     _, caches, *end, _, out = jax.lax.while_loop(unfinished, decode, carry)
-    tokens, logprobs, masses, counts = out
-    packed = pack(tokens, logprobs, masses)
-    packed = jnp.concatenate([packed, counts[:, None]], axis=1)
+    *columns, counts = out
+    packed = jnp.concatenate([pack(*columns), counts[:, None]], axis=1)
     return caches, packed, Moving(*end)
 
   def _verify_program(self, params, caches, slots: Slots, draft_SN, seed):
@@ -409,10 +415,9 @@ class Programs:
     )
     logits = self._model.logits(params, hidden).reshape(S * T, -1)
     each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), slots.sampling)
-    token, logprob, kept = (
-      x.reshape(S, T)
-      for x in sample(logits, jnp.ravel(position_ST) + 1, each, seed)
-    )
+    drawn = self._draw(logits, jnp.ravel(position_ST) + 1, each, seed, None)
+    drawn = [x.reshape(S, T, *x.shape[1:]) for x in drawn]
+    token = drawn[0]
     right_SN = is_draft_SN & (token[:, :-1] == draft_SN)
     count_S = 1 + jnp.sum(jnp.cumprod(right_SN, axis=1), axis=1)
     stop_ids = slots.sampling.stop_ids[:, None]
@@ -422,8 +427,15 @@ class Programs:
       stopped_ST.any(axis=1), jnp.minimum(count_S, first_stop_S), count_S
     )
     count_S = jnp.minimum(count_S, slots.budget) * slots.active
-    packed = pack(token, logprob, kept)
-    return caches, jnp.concatenate([packed, count_S[:, None]], axis=1)
+    return caches, jnp.concatenate([pack(*drawn), count_S[:, None]], axis=1)
+
+  def _draw(self, logits, positions, sampling, seed, seen):
+    """Token, log-prob, kept log-mass, likeliest tokens and their log-probs."""
+    number = self._config.top_logprobs
+    return (
+      *sample(logits, positions, sampling, seed, seen),
+      *most_likely(logits, positions, sampling, seen, number),
+    )
 
   def _count(self, sampling: SlotSampling, length_S: Any) -> Counts | None:
     if sampling.adjustment is None:
@@ -446,7 +458,12 @@ def _backend(config: Config, mesh: Mesh) -> str:
   return config.attention
 
 
-def pack(tokens, logprobs, masses) -> jax.Array:
-  """[S, 3n] int32: one array to read instead of three."""
-  bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
-  return jnp.concatenate([tokens, bits(logprobs), bits(masses)], axis=1)
+def pack(*columns: jax.Array) -> jax.Array:
+  """[S, n] and [S, n, K] arrays as one to read: [S, all of it] int32."""
+  return jnp.concatenate(
+    [
+      jax.lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1)
+      for x in columns
+    ],
+    axis=1,
+  )

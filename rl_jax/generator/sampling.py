@@ -120,11 +120,8 @@ def sample(
   Returns:
     tokens [S] int32, behavior log-probs [S] and kept log-mass [S] float32.
   """
-  if counts is not None:
-    logits_SV = adjust(logits_SV, counts, params, positions_S)
+  logits_SV, logprobs_SV = _untruncated(logits_SV, positions_S, params, counts)
   greedy_S = params.temperature == 0
-  temperature_S = jnp.where(greedy_S, 1.0, params.temperature)
-  logprobs_SV = jax.nn.log_softmax(logits_SV / temperature_S[:, None], axis=-1)
   probs_SV = jnp.exp(logprobs_SV)
   truncated_S = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
   kept_SV = jax.lax.cond(
@@ -138,6 +135,41 @@ def sample(
   logmass_S = jnp.where(truncated_S, jnp.log(kept_SV.sum(-1)), 0.0)
   logmass_S = jnp.where(greedy_S, logprob_S, logmass_S)
   return tokens_S.astype(jnp.int32), logprob_S - logmass_S, logmass_S
+
+
+def most_likely(
+  logits_SV: jax.Array,
+  positions_S: jax.Array,
+  params: SlotSampling,
+  counts: Counts | None,
+  number: int,
+) -> tuple[jax.Array, jax.Array]:
+  """The `number` likeliest tokens before truncation, the likeliest first.
+
+  Returns:
+    ids [S, number] int32, log-probs [S, number] float32: of a token that is
+    drawn too, its `behavior + kept`.
+  """
+  if not number:
+    none = (logits_SV.shape[0], 0)
+    return jnp.zeros(none, jnp.int32), jnp.zeros(none, jnp.float32)
+  _, logprobs_SV = _untruncated(logits_SV, positions_S, params, counts)
+  logprobs, ids = jax.lax.top_k(logprobs_SV, number)
+  return ids, logprobs
+
+
+def _untruncated(
+  logits_SV: jax.Array,
+  positions_S: jax.Array,
+  params: SlotSampling,
+  counts: Counts | None,
+) -> tuple[jax.Array, jax.Array]:
+  """Adjusted logits, and log-probs at the temperature (greedy: 1)."""
+  if counts is not None:
+    logits_SV = adjust(logits_SV, counts, params, positions_S)
+  temperature_S = jnp.where(params.temperature == 0, 1.0, params.temperature)
+  logprobs_SV = jax.nn.log_softmax(logits_SV / temperature_S[:, None], axis=-1)
+  return logits_SV, logprobs_SV
 
 
 def _uniform(

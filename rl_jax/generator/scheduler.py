@@ -59,6 +59,9 @@ class _Sample:
   logprobs: list[float] = dataclasses.field(default_factory=list)
   kept: list[float] = dataclasses.field(default_factory=list)
   versions: list[int] = dataclasses.field(default_factory=list)
+  likeliest: list[list[tuple[int, float]]] = dataclasses.field(
+    default_factory=list
+  )
   stopped_by_text: bool = False
 
   def append(self, drawn: Drawn) -> None:
@@ -66,6 +69,7 @@ class _Sample:
     self.logprobs.append(drawn.logprob)
     self.kept.append(drawn.kept_logmass)
     self.versions.append(drawn.policy_version)
+    self.likeliest.append(drawn.likeliest)
 
   def sequence(self) -> np.ndarray:
     """Prompt and completion."""
@@ -449,6 +453,7 @@ class Scheduler:
       kept_logmass=np.array(sample.kept, np.float32),
       policy_versions=np.array(sample.versions, np.int32),
       finish_reason=reason,
+      likeliest=sample.likeliest,
     )
 
   def _append(self, sample: _Sample, drawn: Drawn) -> None:

@@ -241,6 +241,31 @@ def test_the_parity_chain(lab, plain, monkeypatch, page_size):
     lab.assert_parity(results)
 
 
+@pytest.mark.parametrize('speculate', [0, 2])
+def test_the_likeliest_tokens_are_told_before_truncation(
+  lab, plain, monkeypatch, speculate
+):
+  monkeypatch.setattr(scheduling, '_WORTH', 0.0)  # guesses as often as it can
+  engine = lab.engine(top_logprobs=3, speculate=speculate)
+  results = lab.run(engine, lab.mixture())
+  lab.assert_equal(results, plain)
+  for c in results.values():
+    prompt = c.request.prompt.tokens
+    logits = lab.logits(np.concatenate([prompt, c.tokens]))[len(prompt) - 1 :]
+    temperature = c.request.sampling.temperature or 1.0
+    logprobs = np.asarray(jax.nn.log_softmax(logits / temperature))
+    assert len(c.likeliest) == len(c.tokens)
+    for t, likeliest in enumerate(c.likeliest):
+      ids, values = zip(*likeliest)
+      assert list(ids) == np.argsort(-logprobs[t])[:3].tolist()
+      np.testing.assert_allclose(values, logprobs[t, list(ids)], atol=5e-5)
+      if c.tokens[t] in ids:
+        own = values[ids.index(c.tokens[t])]
+        assert own == pytest.approx(
+          float(c.behavior_logprobs[t] + c.kept_logmass[t]), abs=1e-5
+        )
+
+
 # ---- prompts that begin alike
 
 

@@ -247,8 +247,8 @@ def test_entropy_of_known_distributions():
 @pytest.mark.slow
 @pytest.mark.parametrize('data', [1, 2])
 def test_memory_stays_far_below_that_of_all_logits(data):
-  """In scoring, and in the update with its reference: 64 MiB of logits."""
-  B, T, V = 4, 256, 16384
+  """In scoring, and in the update with its reference: 256 MiB of logits."""
+  B, T, V = 4, 256, 65536
   model = base.Model(
     base.ModelConfig(
       vocab_size=V,
