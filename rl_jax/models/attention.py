@@ -29,7 +29,7 @@ HIDDEN = -1e30  # a score whose weight is exactly 0
 # of 64 (four vectors of AVX-512), and learner and generator have to agree.
 KEY_MULTIPLE = 64
 _VANISHING = -1e4  # exp of anything lower is 0 in float32
-_LANES = 16  # columns of the product that sums weights: a whole vector
+_LANES = KEY_MULTIPLE  # columns of the product that sums weights; as above
 
 
 class Attention(nnx.Module):

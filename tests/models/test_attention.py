@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rl_jax.models.attention import segment_attention
 
@@ -77,3 +78,29 @@ def test_bfloat16_stays_close_to_float32():
   assert out.dtype == jnp.bfloat16
   exact = _attend([[1] * 64], *(x.astype(jnp.float32) for x in (q, k, v)))
   np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
+
+
+@pytest.mark.parametrize('offset', [1, 51, 77])
+def test_a_segment_is_attended_to_alike_wherever_it_stands(offset):
+  """Bit by bit: the generator has it at 0, a packed row of the learner not."""
+  rng = np.random.default_rng(0)
+  T, length = 128, 51
+  q, k, v = (
+    rng.standard_normal((2, length, heads, 64)).astype(np.float32)
+    for heads in (9, 3, 3)
+  )
+
+  @jax.jit
+  def attend(segments, *arrays):
+    return segment_attention(segments)(*arrays, None)[0]
+
+  def at(offset):
+    place = slice(offset, offset + length)
+    segments = np.zeros((2, T), np.int32)
+    segments[:, place] = 1
+    arrays = [np.zeros((2, T, *x.shape[2:]), np.float32) for x in (q, k, v)]
+    for array, x in zip(arrays, (q, k, v), strict=True):
+      array[:, place] = x
+    return np.asarray(attend(segments, *arrays))[:, place]
+
+  np.testing.assert_array_equal(at(offset), at(0))
